@@ -70,9 +70,7 @@ class Config:
     )
     optim: OptimConfig = OptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(
-        eval_steps=None, metric_for_best_model="accuracy"
-    )
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model=None)
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -135,6 +133,7 @@ from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.state import score_of
 from shared.training import defaults, optim
 
 
@@ -143,8 +142,6 @@ def with_defaults(config: Config) -> Config:
     values: dict[str, Any] = MULTI_LABEL if config.data.is_multi_label else USUAL
     if config.data.is_demo:
         values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
-    if config.data.is_multi_label and config.evaluation.metric_for_best_model == "accuracy":
-        config = configs.replace(config, metric_for_best_model="map")  # mean average precision
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
@@ -306,7 +303,11 @@ def save_final(
 
 def main(config: Config) -> None:
     run = Run(with_defaults(config), "image_classification", unit="images")
-    config = run.config
+    several = config.data.is_multi_label
+    config = run.choose(
+        f"{'several labels' if several else 'one label'} an image",
+        metric_for_best_model="map" if several else "accuracy",
+    )
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
     data = images.prepare(config.data)
@@ -368,7 +369,9 @@ def main(config: Config) -> None:
     }
     run.start(samples="images", flops=flops, model=about_model, **about)
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
-        predict(run, model, validation, to_model, classes)  # to see whether it works
+        # to see whether it works, and measures the metric
+        summary = predict(run, model, validation, to_model, classes).summary
+        score_of(summary, run.config.evaluation.metric_for_best_model)
     elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
         run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     for step in run.steps():

@@ -64,8 +64,6 @@ class Config:
             raise ConfigError(
                 "--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one"
             )
-        if self.evaluation.metric_for_best_model not in ("loss", "none"):
-            raise ConfigError("--metric_for_best_model is loss or none here")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once

@@ -77,8 +77,6 @@ class Config:
         }
         if refused := [flag for flag, given in not_here.items() if given]:
             raise ConfigError(f"{', '.join(refused)}: not with a pipeline")
-        if self.evaluation.metric_for_best_model not in ("loss", "none"):
-            raise ConfigError("--metric_for_best_model is loss or none here")
         ranks.set_pipeline_ranks(self.pipeline_ranks)
         self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):

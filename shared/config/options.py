@@ -281,19 +281,11 @@ class EvaluationConfig:
     # (0.02: 50 steps, or a fiftieth of a run of more than 2,500); None: an epoch. One more is made
     # before training (not of images) and at its end.
     eval_steps: int | float | None = 0.02
-    # final/ holds the weights of the evaluation that was best by this metric; none: the last
-    # weights
-    metric_for_best_model: Literal[
-        "loss",
-        "accuracy",
-        "balanced_accuracy",
-        "macro_f1",
-        "map",
-        "matthews",
-        "pearson",
-        "spearman",
-        "none",
-    ] = "loss"
+    # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
+    # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
+    # is loss, perplexity, error, bits, nll, mae, mse, rmse, wer or cer; else higher.
+    # If not given, images take accuracy, or map (mean average precision) with several labels.
+    metric_for_best_model: str | None = "loss"
     # Stop after so many evaluations without a better one; 0: never
     early_stopping_patience: int = 0
     # Evaluate and save a moving average of the weights with this decay a step; 0: off
