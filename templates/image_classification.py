@@ -14,7 +14,7 @@ torchvision's references.
 import importlib.util
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from shared.config import parse as configs
 from shared.config.options import (
@@ -25,6 +25,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Free, PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
@@ -46,9 +47,6 @@ MULTI_LABEL = USUAL | {"label_smoothing": 0.0}
 class Config:
     """Train an image classifier."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"export_onnx"})
-
     # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     model_name_or_path: str | None = None
     # Architecture with random weights; if not given, a ResNet of 0.3M parameters
@@ -59,10 +57,10 @@ class Config:
     freeze_backbone: bool = False
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
     # Height and width in pixels; if not given, the model's own, else 224
-    image_size: int | None = None
+    image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
-    crop_pct: float | None = None
-    export_onnx: bool = False  # Also write final/model.onnx
+    crop_pct: PositiveShare | None = None
+    export_onnx: Free[bool] = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(
@@ -95,8 +93,6 @@ class Config:
                 "--metric_for_best_model map, mean average precision, needs "
                 "--problem_type multi_label"
             )
-        configs.require(self, "at least 8 and at most 4096", "image_size")
-        configs.require(self, "above 0 and at most 1", "crop_pct")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
             raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
 
