@@ -435,6 +435,7 @@ def trl_lora(size: str, rows: int, *, steps: int = 12) -> dict[str, Any]:
 
     from shared.models.counts import flops_per_token
 
+    model: Any
     _, model, batch = lora_model(size, rows, 2048, checkpointing="none", compiled=False, packed=False, quantised=False)
     rows, length = batch["input_ids"].shape
     flops, ends = flops_per_token(model, length), []
@@ -486,7 +487,8 @@ def texts(rows: int, length: int, *, compiled: bool = False) -> dict[str, Any]:
     accelerator = start_accelerator()
     rows, length = (2, 16) if toy else (rows, length)
     small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    architecture = BertConfig(**(small if toy else {}), num_labels=8)
+    architecture = BertConfig(**(small if toy else {}))
+    architecture.num_labels = 8
     with device():
         model: Any = from_architecture(AutoModelForSequenceClassification, architecture, dtype=torch.float32)
         batch = {"input_ids": torch.randint(0, architecture.vocab_size, (rows, length)), "labels": torch.arange(rows) % 8}

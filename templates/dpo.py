@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from shared import demo
 from shared.config import parse as configs
@@ -30,6 +30,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, CountOrZero, Free, Positive, PositiveOrZero, within
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
@@ -44,21 +45,19 @@ REFERENCE_FREE = ("simpo", "orpo")
 class Config:
     """Tune a causal language model on preferences."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
-
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, and no adapters
     # sigmoid: DPO. robust: DPO for labels of which --label_smoothing are wrong. simpo, orpo:
     # without a reference
     loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] = "sigmoid"
     # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo needs 2 to 10
-    beta: float = 0.1
-    label_smoothing: float = 0.0  # robust: share of pairs whose chosen answer is the worse one
-    simpo_gamma: float = 0.5  # simpo: margin that the rewards should have
+    beta: Positive = 0.1
+    # robust: share of pairs whose chosen answer is the worse one
+    label_smoothing: Annotated[float, within(at_least=0, below=0.5)] = 0.0
+    simpo_gamma: PositiveOrZero = 0.5  # simpo: margin that the rewards should have
     # Number of validation prompts that the model answers before training and at its end
-    num_generations: int = 1
-    max_new_tokens: int = 48  # Most new tokens of an answer
+    num_generations: Free[CountOrZero] = 1
+    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: PreferenceConfig = PreferenceConfig(
         seq_length=512, eval_samples=256, validation_split_percentage=10.0
@@ -73,10 +72,6 @@ class Config:
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
-        configs.require(self, "at least 1", "max_new_tokens")
-        configs.require(self, "at least 0", "num_generations", "simpo_gamma")
-        configs.require(self, "above 0", "beta")
-        configs.require(self, "at least 0 and below 0.5", "label_smoothing")
         if self.label_smoothing and self.loss_type != "robust":
             raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
         if self.full and self.adapter != ADAPTER:

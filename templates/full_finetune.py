@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shared import demo
 from shared.config import parse as configs
@@ -29,6 +29,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, CountOrZero, Free, PositiveOrZero
 from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
 
@@ -44,24 +45,20 @@ WEIGHTS = {
 class Config:
     """Fine-tune all weights of a causal language model."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
-
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Precision of the weights in training. bf16: half the memory, also of gradients and moments;
     # rounding is stochastic
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
-    final_dtype: Literal["auto", "fp32", "bf16"] = (
-        "auto"  # Precision of the weights in final/; auto: that of the model given
-    )
+    # Precision of the weights in final/; auto: that of the model given
+    final_dtype: Free[Literal["auto", "fp32", "bf16"]] = "auto"
     # Weights to leave as they are: regular expressions that are found in their names, such as
     # embed_tokens 'layers\.[0-3]\.'
     freeze: tuple[str, ...] = ()
     # Noise on the embeddings in training, which can improve answers: 5 to 15; 0: none
-    neftune_noise_alpha: float = 0.0
+    neftune_noise_alpha: PositiveOrZero = 0.0
     # Number of validation prompts that the model answers before training and at its end
-    num_generations: int = 1
-    max_new_tokens: int = 48  # Most new tokens of an answer
+    num_generations: Free[CountOrZero] = 1
+    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
@@ -72,8 +69,6 @@ class Config:
 
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
-        configs.require(self, "at least 1", "max_new_tokens")
-        configs.require(self, "at least 0", "num_generations", "neftune_noise_alpha")
         if self.weights_dtype == "bf16" and self.evaluation.ema_decay:
             raise ConfigError(
                 "--ema_decay would lose small updates of bf16 weights: keep "

@@ -14,7 +14,7 @@ torchvision's references.
 import importlib.util
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from shared.config import parse as configs
 from shared.config.options import (
@@ -25,6 +25,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Free, PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
@@ -46,9 +47,6 @@ MULTI_LABEL = USUAL | {"label_smoothing": 0.0}
 class Config:
     """Train an image classifier."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"export_onnx"})
-
     # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     model_name_or_path: str | None = None
     # Architecture with random weights; if not given, a ResNet of 0.3M parameters
@@ -59,10 +57,10 @@ class Config:
     freeze_backbone: bool = False
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
     # Height and width in pixels; if not given, the model's own, else 224
-    image_size: int | None = None
+    image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
-    crop_pct: float | None = None
-    export_onnx: bool = False  # Also write final/model.onnx
+    crop_pct: PositiveShare | None = None
+    export_onnx: Free[bool] = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(
@@ -70,9 +68,7 @@ class Config:
     )
     optim: OptimConfig = OptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(
-        eval_steps=None, metric_for_best_model="accuracy"
-    )
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model=None)
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -97,8 +93,6 @@ class Config:
                 "--metric_for_best_model map, mean average precision, needs "
                 "--problem_type multi_label"
             )
-        configs.require(self, "at least 8 and at most 4096", "image_size")
-        configs.require(self, "above 0 and at most 1", "crop_pct")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
             raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
 
@@ -135,6 +129,7 @@ from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.state import score_of
 from shared.training import defaults, optim
 
 
@@ -143,8 +138,6 @@ def with_defaults(config: Config) -> Config:
     values: dict[str, Any] = MULTI_LABEL if config.data.is_multi_label else USUAL
     if config.data.is_demo:
         values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
-    if config.data.is_multi_label and config.evaluation.metric_for_best_model == "accuracy":
-        config = configs.replace(config, metric_for_best_model="map")  # mean average precision
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
@@ -306,7 +299,11 @@ def save_final(
 
 def main(config: Config) -> None:
     run = Run(with_defaults(config), "image_classification", unit="images")
-    config = run.config
+    several = config.data.is_multi_label
+    config = run.choose(
+        f"{'several labels' if several else 'one label'} an image",
+        metric_for_best_model="map" if several else "accuracy",
+    )
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
     data = images.prepare(config.data)
@@ -368,7 +365,9 @@ def main(config: Config) -> None:
     }
     run.start(samples="images", flops=flops, model=about_model, **about)
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
-        predict(run, model, validation, to_model, classes)  # to see whether it works
+        # to see whether it works, and measures the metric
+        summary = predict(run, model, validation, to_model, classes).summary
+        score_of(summary, run.config.evaluation.metric_for_best_model)
     elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
         run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     for step in run.steps():

@@ -16,7 +16,7 @@ arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from shared import demo
 from shared.config import parse as configs
@@ -28,6 +28,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, CountOrZero, Free
 from shared.models.options import AdapterConfig
 from shared.text.options import ChatConfig
 
@@ -40,13 +41,10 @@ ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 class Config:
     """Fine-tune a causal language model with LoRA or QLoRA."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
-
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Number of validation prompts that the model answers before training and at its end
-    num_generations: int = 1
-    max_new_tokens: int = 48  # Most new tokens of an answer
+    num_generations: Free[CountOrZero] = 1
+    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
@@ -59,8 +57,6 @@ class Config:
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
-        configs.require(self, "at least 1", "max_new_tokens")
-        configs.require(self, "at least 0", "num_generations")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once

@@ -16,7 +16,7 @@ Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shared.config import parse as configs
 from shared.config.options import (
@@ -27,6 +27,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, Free
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
@@ -38,14 +39,11 @@ DEMO_STEPS = 80  # about two minutes on two CPU cores
 class Config:
     """Pretrain a causal language model."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"final_dtype", "sample_prompt"})
-
-    seq_length: int = 256  # Tokens of one sequence
-    max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
+    seq_length: Count = 256  # Tokens of one sequence
+    max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
-    final_dtype: Literal["fp32", "bf16"] = "fp32"
-    sample_prompt: str = "def "  # Text that the model continues after each evaluation
+    final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"
+    sample_prompt: Free[str] = "def "  # Text that the model continues after each evaluation
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
@@ -56,7 +54,6 @@ class Config:
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        configs.require(self, "at least 1", "seq_length", "max_tokens")
         self.batch.micro_batch()  # refuses what does not divide
         if self.data.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
@@ -64,8 +61,6 @@ class Config:
             raise ConfigError(
                 "--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one"
             )
-        if self.evaluation.metric_for_best_model not in ("loss", "none"):
-            raise ConfigError("--metric_for_best_model is loss or none here")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once
@@ -89,7 +84,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES, gather_weights
 from shared.parallel import sharding
-from shared.process.files import whole_folder
+from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
@@ -223,7 +218,7 @@ def main(config: Config) -> None:
         config = run.choose("the demo", max_steps=DEMO_STEPS)
     data = build_datasets(run)
     if config.data.preprocess_only:
-        print_main(f"prepared {data.about}; in {configs.cache_dir()}")
+        print_main(f"prepared {data.about}; in {cache_dir()}")
         return
     model = build_model(config, data.tokenizer)
     flops = flops_per_token(model, config.seq_length)

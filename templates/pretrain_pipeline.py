@@ -17,7 +17,7 @@ cross them. Evaluates in micro-batches of training's size.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from shared.config import parse as configs
 from shared.config.options import (
@@ -28,6 +28,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, Free, within
 from shared.models.options import ModelConfig
 from shared.process import ranks
 from shared.process.errors import ConfigError
@@ -40,17 +41,16 @@ DEMO_STEPS = 80  # about two minutes on two CPU cores
 class Config:
     """Pretrain a causal language model as a pipeline."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"final_dtype", "pipeline_ranks", "stages_per_rank"})
-
-    seq_length: int = 256  # Tokens of one sequence
-    max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
+    seq_length: Count = 256  # Tokens of one sequence
+    max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
-    final_dtype: Literal["fp32", "bf16"] = "fp32"
+    final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"
     # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more
     # communication
-    stages_per_rank: int = 1
-    pipeline_ranks: int = 2  # Neighbouring processes that hold one model; it divides those launched
+    stages_per_rank: Free[Count] = 1
+    # Neighbouring processes that hold one model; it divides those launched
+    pipeline_ranks: Free[Annotated[int, within(at_least=2)]] = 2
+
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
@@ -61,8 +61,6 @@ class Config:
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        configs.require(self, "at least 2", "pipeline_ranks")
-        configs.require(self, "at least 1", "stages_per_rank", "seq_length", "max_tokens")
         eval_size = self.batch.per_device_eval_batch_size
         not_here = {
             "--streaming": self.data.streaming,
@@ -77,8 +75,6 @@ class Config:
         }
         if refused := [flag for flag, given in not_here.items() if given]:
             raise ConfigError(f"{', '.join(refused)}: not with a pipeline")
-        if self.evaluation.metric_for_best_model not in ("loss", "none"):
-            raise ConfigError("--metric_for_best_model is loss or none here")
         ranks.set_pipeline_ranks(self.pipeline_ranks)
         self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):

@@ -15,7 +15,7 @@ Fine-tuning of encoders: Devlin et al., arXiv 1810.04805. LoRA: Hu et al., arXiv
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shared import demo
 from shared.config import parse as configs
@@ -27,6 +27,7 @@ from shared.config.options import (
     OptimConfig,
     SpeedConfig,
 )
+from shared.config.types import Count, CountOrZero, Share
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
@@ -38,17 +39,14 @@ DEMO_EPOCHS = 3  # about a minute on two CPU cores
 class Config:
     """Train a classifier of texts."""
 
-    # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset[str]()
-
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
-    lora_r: int = 0
-    lora_alpha: int = 32  # Scale of the adapters: updates are multiplied by alpha / r
+    lora_r: CountOrZero = 0
+    lora_alpha: Count = 32  # Scale of the adapters: updates are multiplied by alpha / r
     # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes
     # of a class by its number of texts without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
-    label_smoothing: float = 0.0  # Share of each target spread over all classes
+    label_smoothing: Share = 0.0  # Share of each target spread over all classes
     data: LabelledTextConfig = LabelledTextConfig()
     batch: BatchConfig = BatchConfig(
         per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
@@ -63,9 +61,6 @@ class Config:
 
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
-        configs.require(self, "at least 0", "lora_r")
-        configs.require(self, "above 0", "lora_alpha")
-        configs.require(self, "at least 0 and at most 1", "label_smoothing")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -22,6 +21,7 @@ import pytest
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
+from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -221,8 +221,7 @@ def processes_on(machine: str) -> list[int]:
 class SmallConfig:
     """The part of a template's config that a Checkpointer looks at."""
 
-    FREE: ClassVar = frozenset({"eval_steps"})
-    eval_steps: int = 5
+    eval_steps: Free[int] = 5
     batch: BatchConfig = field(default_factory=BatchConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

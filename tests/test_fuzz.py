@@ -179,7 +179,7 @@ def parses(config_class: type, argv: list[str]) -> None:
 @st.deferred  # so that no template is loaded before a test of this file runs
 def FLAGS() -> st.SearchStrategy[str]:
     classes = [load_template(template).Config for template in TEMPLATES]
-    names = {name for config_class in classes for name, _, _ in configs.fields(config_class)}
+    names = {name for config_class in classes for name in configs.flags(config_class)}
     return st.sampled_from(sorted(names | {"config", "help"}))
 
 

@@ -129,9 +129,9 @@ def test_every_flag_exists():
 
     from tools.plan import PlanConfig
 
-    known = {"config", "help", *(name for name, _, _ in configs.fields(PlanConfig))}
+    known = {"config", "help", *configs.flags(PlanConfig)}
     for template in TEMPLATES:
-        known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
+        known |= configs.flags(load_template(template).Config).keys()
     known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
     for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
         known |= set(re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text()))
@@ -161,7 +161,7 @@ def test_what_a_flag_is_called_here_is_an_option_of_its_template(title):
     for row in re.findall(r"^\| (?!-)(.*) \|$", table, re.MULTILINE)[1:]:
         theirs, _, ours = row.partition(" | ")
         templates = re.findall(r"(\w+)\.py", ours) or TABLES[title]
-        known = {name for template in templates for name, _, _ in configs.fields(load_template(template).Config)}
+        known = {name for template in templates for name in configs.flags(load_template(template).Config)}
         same = "the same name" in ours and "--" not in ours
         flags = set()
         for span in re.findall(r"`([^`]+)`", theirs if same else ours):

@@ -16,6 +16,7 @@ from typing import Literal
 
 from shared import demo
 from shared.config import parse as configs
+from shared.config.types import Count, Positive
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError, first_line
 
@@ -34,13 +35,13 @@ class PlanConfig:
     """Plan pretrain.py's --config_name instead."""
     config_overrides: str | None = None
     """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
-    seq_length: int = 2048
+    seq_length: Count = 2048
     """Tokens of one row."""
-    per_device_train_batch_size: int = 1
+    per_device_train_batch_size: Count = 1
     """Samples of one micro-batch."""
-    gpus: int = 1
+    gpus: Count = 1
     """GPUs there are."""
-    gpu_memory: float = 80.0
+    gpu_memory: Positive = 80.0
     """Memory of one, GB (10^9 bytes)."""
     mixed_precision: Literal["bf16", "no"] = "bf16"
     """As the launch config says."""
@@ -58,22 +59,12 @@ class PlanConfig:
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
     """The GPU of that estimate, part of its name: H100, A100, L40S, RTX 4090; a wrong one lists all."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Count = 1
     """Micro-batches of a step in that estimate."""
     train_tokens: float = 0
     """Tokens to train on, of all epochs, such as 20e9: the hours that they take in that estimate."""
 
     def __post_init__(self) -> None:
-        configs.require(
-            self,
-            "at least 1",
-            "seq_length",
-            "per_device_train_batch_size",
-            "gpus",
-            "gradient_accumulation_steps",
-        )
-        if self.gpu_memory <= 0:
-            raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.model_preset:
             ModelConfig(self.model_preset)  # refuses an unknown one
         named = (

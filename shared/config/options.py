@@ -1,9 +1,7 @@
 """The groups of flags that templates compose their `Config` from. The comment of each field is its
 --help.
 
-`FREE` names the fields that do not change what the model learns: a run resumes with other values of
-these. Any other field that differs from the checkpoint's is refused unless --allow_changed names
-it. Data files are free: their content counts.
+A field's type has its bounds, and `Free` if a run may resume with another value: see types.py.
 
 This module and its imports stay clear of torch, so that --help and a mistyped flag answer at once.
 """
@@ -11,9 +9,22 @@ This module and its imports stay clear of torch, so that --help and a mistyped f
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from shared.config.parse import require
+from shared.config.types import (
+    WHOLE_OR_SHARE,
+    BelowOne,
+    Count,
+    CountOrZero,
+    Free,
+    Positive,
+    PositiveOrZero,
+    PositiveShare,
+    Rule,
+    Share,
+    Steps,
+    within,
+)
 from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.process.printing import note
@@ -23,41 +34,28 @@ from shared.process.printing import note
 class BatchConfig:
     """Batch and budget."""
 
-    FREE: ClassVar = frozenset(
-        {
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "find_batch_size",
-            "dataloader_num_workers",
-        }
-    )
-
     # Samples (rows, where samples are packed) in one optimizer step, over all devices and
     # accumulated micro-batches; 0: by the data, so that a run has at least 100 steps where it can
     # (docs/quality.md)
-    global_batch_size: int = 0
+    global_batch_size: CountOrZero = 0
     # Samples in one forward and backward of one device, at most: fewer where they do not divide a
     # device's share of the global batch. Accumulation follows from it; the summary shows both.
-    per_device_train_batch_size: int = 2
+    per_device_train_batch_size: Free[Count] = 2
     # Before training, halve per_device_train_batch_size until a step fits into memory
-    find_batch_size: bool = False
-    per_device_eval_batch_size: int = 8  # Samples in one forward of one device in evaluation
+    find_batch_size: Free[bool] = False
+    # Samples in one forward of one device in evaluation
+    per_device_eval_batch_size: Free[Count] = 8
     # Optimizer steps to train; 0: only evaluate; give max_steps or num_train_epochs, not both
-    max_steps: int | None = None
+    max_steps: CountOrZero | None = None
     # Passes over the training data; if not given, by the task and the size of the data: the summary
     # shows it. The embedded demo takes about two minutes on two CPU cores
-    num_train_epochs: float | None = None
+    num_train_epochs: Positive | None = None
     # Worker processes of each rank that read samples; 0 reads in the training process
-    dataloader_num_workers: int = 0
-    seed: int = 0  # Decides initial weights, order of samples, augmentation and dropout
+    dataloader_num_workers: Free[CountOrZero] = 0
+    # Decides initial weights, order of samples, augmentation and dropout
+    seed: Annotated[int, within(at_least=0, below=2**32)] = 0
 
     def __post_init__(self) -> None:
-        require(self, "at least 1", "per_device_train_batch_size", "per_device_eval_batch_size")
-        require(self, "at least 0", "global_batch_size")
-        require(self, "above 0", "num_train_epochs")
-        require(self, "at least 0", "max_steps")
-        require(self, "at least 0", "dataloader_num_workers")
-        require(self, f"at least 0 and below {2**32}", "seed")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError(
                 "--max_steps and --num_train_epochs both give the budget: drop one of them"
@@ -114,23 +112,19 @@ class SyncConfig:
 
     # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before
     # all agree on weights; 1: they agree on the gradient of every step
-    sync_every: int = 1
+    sync_every: Count = 1
     # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9  # Nesterov momentum of the agreed weights
+    outer_learning_rate: Positive = 0.7
+    outer_momentum: BelowOne = 0.9  # Nesterov momentum of the agreed weights
     # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
-    sync_delay: int = 0
+    sync_delay: CountOrZero = 0
     # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0
     # without a delay, else 0.5
-    sync_alpha: float | None = None
-    sync_fragments: int = 1  # Parts in which the weights are sent, at different steps
+    sync_alpha: BelowOne | None = None
+    sync_fragments: Count = 1  # Parts in which the weights are sent, at different steps
     sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Type in which they are sent
 
     def __post_init__(self) -> None:
-        require(self, "at least 1", "sync_every", "sync_fragments")
-        require(self, "above 0", "outer_learning_rate")
-        require(self, "at least 0 and below 1", "outer_momentum", "sync_alpha")
-        require(self, "at least 0", "sync_delay")
         given = [
             f"--{field.name}"
             for field in fields(SyncConfig)
@@ -152,46 +146,32 @@ class SyncConfig:
 class OptimConfig(SyncConfig):
     """Optimizer, learning-rate schedule, and how replicas agree."""
 
-    FREE: ClassVar = frozenset({"max_skipped_steps"})
-
     # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining
     # takes it for random weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov
     # momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
     # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by
     # the task and the size of the model (docs/quality.md): the summary shows it
-    learning_rate: float | None = None
+    learning_rate: Positive | None = None
     # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9  # Decay of the first moment
-    adam_beta2: float = 0.95  # Decay of the second moment
-    adam_epsilon: float = 1e-8  # Added to the root of the second moment
-    muon_momentum: float = 0.95  # Momentum of Muon
-    sgd_momentum: float = 0.9  # Momentum of SGD
+    weight_decay: PositiveOrZero = 0.1
+    adam_beta1: BelowOne = 0.9  # Decay of the first moment
+    adam_beta2: BelowOne = 0.95  # Decay of the second moment
+    adam_epsilon: PositiveOrZero = 1e-8  # Added to the root of the second moment
+    muon_momentum: BelowOne = 0.95  # Momentum of Muon
+    sgd_momentum: Annotated[float, within(above=0, below=1)] = 0.9  # Momentum of SGD
     # Gradients are scaled down to this global L2 norm; 0 turns clipping off
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveOrZero = 1.0
     # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
-    warmup_steps: int | float = 0.03
-    decay_ratio: float = 0.2  # Share of the run in which wsd decays
-    min_lr_ratio: float = 0.0  # Final learning rate as a share of the peak
+    warmup_steps: Annotated[int | float, within(at_least=0), WHOLE_OR_SHARE] = 0.03
+    decay_ratio: Share = 0.2  # Share of the run in which wsd decays
+    min_lr_ratio: Share = 0.0  # Final learning rate as a share of the peak
     # The run ends after more than so many skipped updates (loss or gradient not finite)
-    max_skipped_steps: int = 5
+    max_skipped_steps: Free[CountOrZero] = 5
     # Factor on the learning rate from each block to the one before it; 1: the same rate
-    layer_decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "above 0", "learning_rate")
-        require(
-            self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps"
-        )
-        _require_steps(self, "warmup_steps", "at least 0")
-        require(self, "at least 0 and at most 1", "decay_ratio", "min_lr_ratio")
-        require(self, "at least 0 and below 1", "adam_beta1", "adam_beta2", "muon_momentum")
-        require(self, "above 0 and below 1", "sgd_momentum")
-        require(self, "above 0 and at most 1", "layer_decay")
+    layer_decay: PositiveShare = 1.0
 
     @property
     def peak(self) -> float:
@@ -215,47 +195,34 @@ class OptimConfig(SyncConfig):
         return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
 
 
+RECOMPUTED = Rule(
+    "is none, full or a number of blocks",
+    lambda text: text in ("none", "full") or (text.isdecimal() and int(text) >= 1),
+)
+
+
 @dataclass(frozen=True)
 class SpeedConfig:
     """Memory and speed."""
 
-    FREE: ClassVar = frozenset(
-        {
-            "gradient_checkpointing",
-            "torch_compile",
-            "deterministic",
-            "ddp_comm_hook",
-            "ddp_timeout",
-            "attn_implementation",
-        }
-    )
-
     # none, full, or N: recompute activations of every N-th block in the backward pass
-    gradient_checkpointing: str = "none"
+    gradient_checkpointing: Free[Annotated[str, RECOMPUTED]] = "none"
     # torch.compile each block, and the loss (a ResNet whole); needs a C compiler. If not given,
     # on GPUs, in runs of so many steps that it saves time, where all batches have one length: the
     # summary shows it
-    torch_compile: bool | None = None
+    torch_compile: Free[bool | None] = None
     # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
     # of which are slower
-    deterministic: bool = False
+    deterministic: Free[bool] = False
     # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
-    ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
+    ddp_comm_hook: Free[Literal["none", "bf16", "fp16"]] = "none"
     # Seconds that a process waits for the others before it ends the run
-    ddp_timeout: float = 1800.0
+    ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
     # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need
     # their own packages
-    attn_implementation: Literal[
-        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+    attn_implementation: Free[
+        Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
     ] = "auto"
-
-    def __post_init__(self) -> None:
-        value = self.gradient_checkpointing
-        if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
-            raise ConfigError(
-                f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}"
-            )
-        require(self, "at least 1 and below 1e7", "ddp_timeout")
 
 
 def _steps_between(every: float, total_steps: int) -> int:
@@ -263,46 +230,25 @@ def _steps_between(every: float, total_steps: int) -> int:
     return int(every) if every >= 1 else max(round(1 / every), round(every * total_steps))
 
 
-def _require_steps(config: Any, flag: str, bound: str = "above 0") -> None:
-    require(config, bound, flag)
-    if (every := getattr(config, flag) or 1) > 1 and every % 1:
-        raise ConfigError(
-            f"--{flag} is a whole number of steps or, below 1, a share of the run, not {every}"
-        )
-
-
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation and best weights."""
 
-    FREE: ClassVar = frozenset({"eval_steps"})
-
     # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps
     # (0.02: 50 steps, or a fiftieth of a run of more than 2,500); None: an epoch. One more is made
     # before training (not of images) and at its end.
-    eval_steps: int | float | None = 0.02
-    # final/ holds the weights of the evaluation that was best by this metric; none: the last
-    # weights
-    metric_for_best_model: Literal[
-        "loss",
-        "accuracy",
-        "balanced_accuracy",
-        "macro_f1",
-        "map",
-        "matthews",
-        "pearson",
-        "spearman",
-        "none",
-    ] = "loss"
+    eval_steps: Free[Steps[int | float | None]] = 0.02
+    # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
+    # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
+    # is loss, perplexity, error, bits, nll, mae, mse, rmse, wer or cer; else higher.
+    # If not given, images take accuracy, or map (mean average precision) with several labels.
+    metric_for_best_model: str | None = "loss"
     # Stop after so many evaluations without a better one; 0: never
-    early_stopping_patience: int = 0
+    early_stopping_patience: CountOrZero = 0
     # Evaluate and save a moving average of the weights with this decay a step; 0: off
-    ema_decay: float = 0.0
+    ema_decay: BelowOne = 0.0
 
     def __post_init__(self) -> None:
-        _require_steps(self, "eval_steps")
-        require(self, "at least 0", "early_stopping_patience")
-        require(self, "at least 0 and below 1", "ema_decay")
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model, not none")
 
@@ -315,35 +261,24 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Output and checkpoints."""
 
-    FREE: ClassVar = frozenset(
-        {
-            *("output_dir", "save_steps", "save_total_limit", "async_save"),
-            *("resume_from_checkpoint", "allow_changed", "dress_rehearsal"),
-        }
-    )
-
     # Folder of the run; a run that is there continues; if not given, a new
     # outputs/<template>/<time>
-    output_dir: Path | None = None
+    output_dir: Free[Path | None] = None
     # Optimizer steps between checkpoints; below 1: share of the run, but at least 1 / share steps
     # (0.02: 50 steps, or a fiftieth of a run of more than 2,500). One is always written at the end.
-    save_steps: int | float = 0.01
+    save_steps: Free[Steps[int | float]] = 0.01
     # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
-    save_total_limit: int = 2
+    save_total_limit: Free[Count] = 2
     # Write checkpoints in the background; training waits for a copy to the host's memory only
-    async_save: bool = False
+    async_save: Free[bool] = False
     # Checkpoint to start from; if not given, the newest valid one in output_dir
-    resume_from_checkpoint: Path | None = None
+    resume_from_checkpoint: Free[Path | None] = None
     # Settings that may differ from the checkpoint's although they change what the model learns;
     # also data and base
-    allow_changed: tuple[str, ...] = ()
+    allow_changed: Free[tuple[str, ...]] = ()
     # Before the first step: the longest batch forward and backward, an evaluation, a save and a
     # load
-    dress_rehearsal: bool = False
-
-    def __post_init__(self) -> None:
-        require(self, "at least 1", "save_total_limit")
-        _require_steps(self, "save_steps")
+    dress_rehearsal: Free[bool] = False
 
     def every(self, total_steps: int) -> int:
         """Optimizer steps between checkpoints."""
@@ -354,25 +289,19 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    FREE: ClassVar = frozenset(
-        {"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"}
-    )
-
     # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is
     # always written
-    report_to: str = "wandb"
-    project_name: str | None = None  # Project of the tracker; if not given, the template's name
-    run_name: str | None = None  # Name of the run in W&B; if not given, the run folder's name
+    report_to: Free[str] = "wandb"
+    # Project of the tracker; if not given, the template's name
+    project_name: Free[str | None] = None
+    run_name: Free[str | None] = None  # Name of the run in W&B; if not given, the run folder's name
     # Optimizer steps between logged values, which are means over them (the first step has its own);
     # if not given, 10, and fewer in a run of under 200
-    logging_steps: int | None = None
+    logging_steps: Free[Count | None] = None
     # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
-    audit_data: bool = False
+    audit_data: Free[bool] = False
     # Trace three steps after the first six, write profile.json, and print what took long
-    profile: bool = False
-
-    def __post_init__(self) -> None:
-        require(self, "at least 1", "logging_steps")
+    profile: Free[bool] = False
 
     def every(self, total_steps: int) -> int:
         """Optimizer steps between logged values."""

@@ -2,7 +2,8 @@
 
 A template's `Config` consists of groups (nested frozen dataclasses). On the command line and in
 YAML, all fields are flat: `--learning_rate 1e-4`, `learning_rate: 1e-4`. Both are read as text for
-each field. The command line overrides YAML. tyro builds the config from the text.
+each field. The command line overrides YAML. `Flag.value` turns text into a value and refuses what
+the type does not allow; tyro prints --help.
 """
 
 import contextlib
@@ -10,23 +11,23 @@ import dataclasses
 import difflib
 import hashlib
 import math
-import operator
 import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
+from shared.config.types import FREE, Rule
+from shared.process import start
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import quieten_imports
-from shared.process.ranks import env_flag, is_main_rank
+from shared.process.ranks import is_main_rank
 from shared.process.redaction import redact
-from shared.process.signals import clean_exit, stop_on_signals_before_training
-from shared.process.streams import outlive_readers
+from shared.process.signals import clean_exit
 
 T = TypeVar("T")
 
@@ -49,43 +50,99 @@ MOST_USED = (
 )
 
 
-def require(config: Any, bounds: str, *names: str) -> None:
-    """Check the ranges of fields: `require(self, "at least 0 and below 1", "adam_beta1")`. None is
-    valid.
-
-    Raises:
-        ConfigError: names the flag, its bounds and its value.
-    """
-    for name in names:
-        value = getattr(config, name)
-        for bound in bounds.split(" and "):
-            words, limit = bound.rsplit(maxsplit=1)
-            if value is not None and not COMPARE[words](value, float(limit)):
-                raise ConfigError(f"--{name} must be {bounds}, not {value}")
-
-
 MODELS = {"model_name_or_path", "config_name", "model_preset"}
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
-COMPARE = {
-    "above": operator.gt,
-    "at least": operator.ge,
-    "below": operator.lt,
-    "at most": operator.le,
-}
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (name, type, name of its group or None) for each field of a config class, including the
-    fields of groups.
-    """
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A field of a config class or of one of its groups."""
+
+    name: str
+    group: str  # the field that it is in; empty: the config itself
+    # of its type: plain types, the values of a choice, None, ... where it takes several, rules and
+    # FREE
+    parts: tuple[Any, ...]
+
+    @property
+    def is_switch(self) -> bool:
+        """A bool, also one that may be left open, or a choice that has on and off."""
+        return bool in self.parts or {"on", "off"}.issubset(self.choices)
+
+    @property
+    def choices(self) -> list[str]:
+        return [part for part in self.parts if isinstance(part, str)]
+
+    def value(self, texts: list[str]) -> Any:
+        """The value that was given as text, on the command line or in YAML.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        several = ... in self.parts
+        if not several and len(texts) != 1:
+            raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {' '.join(texts)}")
+        values = tuple(map(self._one, texts))
+        if several and any(text.startswith("-") for text in texts):  # a mistyped flag
+            raise ConfigError(
+                f"--{self.name}: a value cannot begin with a dash, as {' '.join(texts)!r} "
+                "does; ./-x is a file"
+            )
+        return values if several else values[0]
+
+    def _one(self, text: str) -> Any:
+        if not text:  # for example "$FILE" in a script that has not set FILE
+            raise ConfigError(f"--{self.name} is given, but empty")
+        if type(None) in self.parts and text == "None":
+            return None
+        value = self._converted(text)
+        for rule in self.parts:
+            if isinstance(rule, Rule) and not rule.holds(value):
+                raise ConfigError(f"--{self.name} {rule.says}, not {value!r}")
+        return value
+
+    def _converted(self, text: str) -> Any:
+        """For an integer, 1e3 is 1000. In a path, ~ is the home folder."""
+        if self.is_switch and text.lower() in SWITCH:
+            on = SWITCH[text.lower()]
+            return on if bool in self.parts else "on" if on else "off"
+        if bool in self.parts:
+            raise ConfigError(f"--{self.name} is true or false, not {text!r}")
+        if self.choices and text not in self.choices:
+            raise ConfigError(f"--{self.name} is one of {', '.join(self.choices)}, not {text!r}")
+        if {int, float}.intersection(self.parts):
+            with contextlib.suppress(ValueError):
+                number = float(text)
+                if int in self.parts and number.is_integer() and abs(number) < 2**53:
+                    return int(number)
+                if float in self.parts and math.isfinite(number):
+                    return number
+            kind = "number" if float in self.parts else "whole number"
+            raise ConfigError(f"--{self.name} is a {kind}, not {text!r}")
+        # shells do not expand ~ in YAML and after =
+        if re.search(r"(dir|file|path|checkpoint|name)$", self.name):
+            text = os.path.expanduser(text)
+        return Path(text) if Path in self.parts else text
+
+
+def _parts(hint: Any) -> list[Any]:
+    inner = get_args(hint)
+    return [part for each in inner for part in _parts(each)] if inner else [hint]
+
+
+def flags(config_class: type) -> dict[str, Flag]:
+    """The fields of a config class by name, including those of its groups."""
+    found: dict[str, Flag] = {}
     hints = get_type_hints(config_class, include_extras=True)
     for field in dataclasses.fields(config_class):
-        hint = hints[field.name]
-        bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if dataclasses.is_dataclass(bare):
-            yield from ((name, kind, field.name) for name, kind, _ in fields(bare))  # type: ignore[arg-type]
+        parts = tuple(_parts(hints[field.name]))
+        if isinstance(parts[0], type) and dataclasses.is_dataclass(parts[0]):
+            for name, flag in flags(parts[0]).items():
+                found[name] = dataclasses.replace(flag, group=field.name)
         else:
-            yield field.name, bare, None
+            found[field.name] = Flag(field.name, "", parts)
+    return found
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -99,22 +156,14 @@ def flatten(config: Any) -> dict[str, Any]:
         return str(value) if isinstance(value, Path) else value
 
     return {
-        name: plain(getattr(getattr(config, group) if group else config, name))
-        for name, _, group in fields(type(config))
+        name: plain(getattr(getattr(config, flag.group) if flag.group else config, name))
+        for name, flag in flags(type(config)).items()
     }
 
 
 def free_fields(config_class: type) -> frozenset[str]:
-    """The fields that do not change what the model learns: those that the class and its groups list
-    in `FREE`.
-    """
-    hints = get_type_hints(config_class)
-    groups = [
-        hints[field.name]
-        for field in dataclasses.fields(config_class)
-        if dataclasses.is_dataclass(hints[field.name])
-    ]
-    return frozenset().union(*(getattr(kind, "FREE", ()) for kind in (config_class, *groups)))
+    """The fields that do not change what the model learns."""
+    return frozenset(name for name, flag in flags(config_class).items() if FREE in flag.parts)
 
 
 def measured_by(config: Any) -> str:
@@ -125,7 +174,8 @@ def measured_by(config: Any) -> str:
     free = free_fields(type(config)) - {"eval_samples"}
     values = flatten(config)
     # base is checked
-    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - MODELS
+    names = {name for name, flag in flags(type(config)).items() if flag.group not in apart}
+    names -= free | MODELS
     return hashlib.sha256(
         repr(sorted((name, values[name]) for name in names)).encode()
     ).hexdigest()[:16]
@@ -139,74 +189,49 @@ def save(config: Any, path: Path) -> None:
 
 
 def replace(config: T, **changes: Any) -> T:
-    """A copy of `config` with some flat fields changed."""
-    group_of = {name: group for name, _, group in fields(type(config))}
-    for name, value in changes.items():
-        group = group_of[name]
-        if group:
-            value = dataclasses.replace(getattr(config, group), **{name: value})
-        config = dataclasses.replace(config, **{group or name: value})  # type: ignore[type-var]
-    return config
+    """A copy with some flat fields changed."""
+    return _with(changes, config, partial(dataclasses.replace, config))  # type: ignore[type-var]
 
 
-def cache_dir() -> Path:
-    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or
-    ~/.cache.
+def _with(changes: dict[str, Any], base: Any, make: Any) -> Any:
+    """What `make` makes of the changed fields and groups. Unchanged fields of groups are those of
+    `base`, a config or its class.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
+    known = flags(base if isinstance(base, type) else type(base))
+    by_group: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        by_group.setdefault(known[name].group, {})[name] = value
+    own = by_group.pop("", {})
+    return make(
+        **own,
+        **{
+            group: dataclasses.replace(getattr(base, group), **values)
+            for group, values in by_group.items()
+        },
+    )
 
 
 def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before it imports torch, so that --help and errors appear
     at once.
     """
-    outlive_readers()
-    stop_on_signals_before_training()
-    if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    start.begin()
     about = (sys.modules["__main__"].__doc__ or "").strip()
-    names = {name for name, _, _ in fields(config_class)}
     about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
-    about += " ".join(f"--{name}" for name in MOST_USED if name in names)
+    about += " ".join(f"--{name}" for name in MOST_USED if name in flags(config_class))
     about += (
         "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
     )
     with clean_exit():
-        _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))
+        script = getattr(sys.modules["__main__"], "__file__", None) or __file__
+        start.require_shared_beside(Path(script))
         config = parse(config_class, description=about)
-    with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
-        # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters
-        # empty /tmp. `accelerate launch` has imported torch, which sets that default.
-        compiled = cache_dir() / "inductor"
-        compiled.mkdir(parents=True, exist_ok=True)
-        if "/torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/torchinductor_"):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
+    start.keep_compiled()
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
             Path(folder, "exit.json").unlink(missing_ok=True)  # from an earlier run
     return config
-
-
-def _require_shared_beside(script: Path) -> None:
-    """Refuse another checkout's `shared/`, which an editable install puts before the one beside the
-    script.
-    """
-    used = Path(__file__).resolve().parents[2]
-    root = next(
-        (
-            root
-            for root in script.resolve().parents[:2]
-            if (root / "shared/config/parse.py").is_file()
-        ),
-        used,
-    )
-    if root != used:
-        raise ConfigError(
-            f"{script} would run with {used}/shared: put "
-            f"PYTHONPATH={shlex.quote(str(root))} before the command"
-        )
 
 
 def parse(
@@ -225,28 +250,26 @@ def parse(
 
     Raises:
         ConfigError: unknown flag or key (the error suggests a similar one), unreadable or
-            ill-formed YAML, or a value that its type or a group's `__post_init__` refuses.
+            ill-formed YAML, or a value that its `Flag` or a group's `__post_init__` refuses.
         SystemExit: with code 0 after `--help`.
     """
     quieten_imports()
     tokens = list(sys.argv[1:] if argv is None else argv)
-    kinds = {name: kind for name, kind, _ in fields(config_class)}
+    known_flags = flags(config_class)
     if {"-h", "--help"} & set(tokens):
-        return _build(config_class, ["--help"], description)
-    given = _read_command_line(tokens, kinds)
+        _print_help(config_class, description)
+    given = _read_command_line(tokens, known_flags)
     where: dict[str, str] = {}  # file and line of each value from YAML
     if path := given.pop("config", None):
-        in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds, only_known)
+        in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), known_flags, only_known)
         # another budget of the command line replaces that of the file, too
         if BUDGETS & given.keys():
             in_file = {key: texts for key, texts in in_file.items() if key not in BUDGETS}
         where = {key: place for key, place in where.items() if key not in given}
         given = in_file | given
     try:
-        args = [
-            token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)
-        ]
-        return _build(config_class, args, description)
+        values = {key: known_flags[key].value(texts) for key, texts in given.items()}
+        return _with(values, config_class, config_class)  # type: ignore[no-any-return]
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
         if flag and flag[1] in where:
@@ -254,12 +277,12 @@ def parse(
         raise
 
 
-def _build(config_class: type[T], args: list[str], description: str | None) -> T:
-    import tyro  # here, since only parsing needs it
+def _print_help(config_class: type, description: str | None) -> None:
+    import tyro  # here, since only --help needs it
 
-    return tyro.cli(
+    tyro.cli(
         config_class,
-        args=args,
+        args=["--help"],
         description=description,
         use_underscores=True,
         console_outputs=is_main_rank(),
@@ -267,11 +290,12 @@ def _build(config_class: type[T], args: list[str], description: str | None) -> T
     )
 
 
-def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, list[str]]:
+def _read_command_line(tokens: list[str], known_flags: dict[str, Flag]) -> dict[str, list[str]]:
     """The given values of each field, as text. A switch without a value is on."""
     given: dict[str, list[str]] = {}
     unknown: list[str] = []
     texts: list[str] | None = None
+    switches = {name for name, flag in known_flags.items() if flag.is_switch}
     for token in tokens:
         if not token.startswith("--"):
             if texts is None:
@@ -281,12 +305,12 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         flag, equals, text = token.partition("=")
         key = flag[2:].replace("-", "_")
         texts = [text] if equals else []
-        if key.startswith("no_") and _is_switch(kinds.get(key[3:])):
+        if key.startswith("no_") and key[3:] in switches:
             key = key[3:]
             texts = ["false", *texts]
-        if key not in kinds and key != "config":
-            unknown.append(f"{flag}{_suggest(key, kinds, '--')}")
-        elif key in given and (key == "config" or get_origin(kinds[key]) is tuple):
+        if key not in known_flags and key != "config":
+            unknown.append(f"{flag}{_suggest(key, known_flags, '--')}")
+        elif key in given and (key == "config" or ... in known_flags[key].parts):
             raise ConfigError(f"{flag} is given twice: give all of its values after one")
         given[key] = texts
     if unknown:
@@ -297,21 +321,15 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         )
         raise ConfigError(f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; {where}")
     for key, texts in given.items():
-        if _is_switch(kinds.get(key)):
+        if key in switches:
             texts[:] = texts or ["true"]
         elif not texts:  # an unset variable in a script must not start the demo
             raise ConfigError(f"--{key} needs a value")
     return given
 
 
-def _is_switch(kind: Any) -> bool:
-    """A bool, also one that may be left open, or a choice that has on and off."""
-    values = {kind, *get_args(kind)}
-    return bool in values or {"on", "off"} <= values
-
-
 def _read_yaml(
-    path: Path, kinds: dict[str, Any], only_known: bool
+    path: Path, known_flags: dict[str, Flag], only_known: bool
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The values of each key of a YAML file as text, and the file and line of each key. YAML tags
     create no objects.
@@ -334,8 +352,8 @@ def _read_yaml(
     for name, node in root.value if root else ():
         key = str(name.value).replace("-", "_")
         place = f"{path}:{name.start_mark.line + 1}"
-        if key not in kinds:
-            unknown.append(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
+        if key not in known_flags:
+            unknown.append(f"{place}: unknown key {key!r}{_suggest(key, known_flags)}")
             continue
         if key in given:
             raise ConfigError(f"{place}: the key {key!r} is there twice")
@@ -347,67 +365,13 @@ def _read_yaml(
                 "are flat, as the flags are"
             )
         is_null = node.tag.endswith(":null")
-        if is_null and type(None) not in get_args(kinds[key]):
+        if is_null and type(None) not in known_flags[key].parts:
             raise ConfigError(f"{place}: {key} is empty")
         given[key] = ["None"] if is_null else [item.value for item in items]
         where[key] = place
     if unknown and not only_known:
         raise ConfigError("; ".join(unknown))
     return given, where
-
-
-def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
-    """A field's given values as command line tokens for tyro.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    several = get_origin(kind) is tuple
-    if not several and len(texts) != 1:
-        raise ConfigError(f"--{key} takes one value, not {len(texts)}: {' '.join(texts)}")
-    on = SWITCH.get(texts[0].lower()) if _is_switch(kind) else None
-    if kind is bool or (bool in get_args(kind) and texts != ["None"]):
-        if on is None:
-            raise ConfigError(f"--{key} is true or false, not {texts[0]!r}")
-        if kind is bool:
-            return [f"--{key}" if on else f"--no_{key}"]
-        texts = [str(on)]
-    elif on is not None:
-        texts = ["on" if on else "off"]
-    texts = [_checked(key, kind, text) for text in texts]
-    if several and any(text.startswith("-") for text in texts):
-        raise ConfigError(
-            f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} "
-            "does; ./-x is a file"
-        )
-    return [f"--{key}", *texts] if several else [f"--{key}={texts[0]}"]
-
-
-SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-def _checked(key: str, kind: Any, text: str) -> str:
-    """Check the text of one value. For an integer, 1e3 becomes 1000. In a path, ~ becomes the home
-    folder.
-    """
-    types = {kind, *get_args(kind)}
-    if not text:  # for example "$FILE" in a script that has not set FILE
-        raise ConfigError(f"--{key} is given, but empty")
-    if type(None) in types and text == "None":
-        return text
-    if get_origin(kind) is Literal and text not in types:
-        raise ConfigError(f"--{key} is one of {', '.join(get_args(kind))}, not {text!r}")
-    if types & {int, float}:
-        with contextlib.suppress(ValueError):
-            number = float(text)
-            if int in types and number.is_integer() and abs(number) < 2**53:
-                return str(int(number))
-            if float in types and math.isfinite(number):
-                return text
-        raise ConfigError(f"--{key} is a {'' if float in types else 'whole '}number, not {text!r}")
-    is_place = re.search(r"(dir|file|path|checkpoint|name)$", key)
-    # shells do not expand ~ in YAML and after =
-    return os.path.expanduser(text) if is_place else text
 
 
 # Names of flags in other programs, and flags that are set elsewhere.
@@ -456,8 +420,8 @@ ELSEWHERE = {
 }
 
 
-def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
+def _suggest(key: str, known_flags: dict[str, Flag], prefix: str = "") -> str:
     if key in ELSEWHERE:
         return f": {ELSEWHERE[key]}"
-    near = difflib.get_close_matches(RENAMED.get(key, key), kinds, n=1, cutoff=0.71)
+    near = difflib.get_close_matches(RENAMED.get(key, key), known_flags, n=1, cutoff=0.71)
     return f": did you mean {prefix}{near[0]}?" if near else ""

@@ -2,43 +2,39 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from shared.config.types import Free, Positive, within
 from shared.data.files import check_url, find_files, is_url
 from shared.process.errors import ConfigError
 from shared.process.printing import label
+
+Percentage = Annotated[float, within(above=0, below=100)]
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Data."""
 
-    FREE: ClassVar = frozenset(
-        {
-            *("train_file", "validation_file", "dataset_name", "dataset_config_name"),
-            *("train_split_name", "validation_split_name"),
-        }
-    )
-
     # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file
     # is one text.
-    train_file: tuple[str, ...] = ()
+    train_file: Free[tuple[str, ...]] = ()
     # The same, to validate on; if not given, a part of the training data is held out.
-    validation_file: tuple[str, ...] = ()
+    validation_file: Free[tuple[str, ...]] = ()
     # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with
     # mix_weights, several.
-    dataset_name: tuple[str, ...] = ()
+    dataset_name: Free[tuple[str, ...]] = ()
     # Mix sources: a number for each value of train_file, dataset_name or train_dir, in any unit.
     # They are shares of the training samples: images, rows of conversations, sequences of text. A
     # source is used up before a sample of it repeats.
-    mix_weights: tuple[float, ...] = ()
-    dataset_config_name: str | None = None  # Configuration of dataset_name.
-    train_split_name: str = "train"  # Split of dataset_name to train on.
+    mix_weights: tuple[Positive, ...] = ()
+    dataset_config_name: Free[str | None] = None  # Configuration of dataset_name.
+    train_split_name: Free[str] = "train"  # Split of dataset_name to train on.
     # Split of dataset_name to validate on; if not given, a part of the training split is held out.
-    validation_split_name: str | None = None
+    validation_split_name: Free[str | None] = None
     # Per cent of the data held out to validate on: of records by their numbers alone, of few long
     # texts their end.
-    validation_split_percentage: float = 5.0
+    validation_split_percentage: Percentage = 5.0
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:
@@ -50,10 +46,6 @@ class DataConfig:
         for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
             if not self.dataset_name and getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"--{name} needs --dataset_name")
-        if not 0 < (percent := self.validation_split_percentage) < 100:
-            raise ConfigError(
-                f"--validation_split_percentage must be above 0 and below 100, not {percent:g}"
-            )
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
             named = getattr(self, flag)
@@ -84,8 +76,6 @@ class DataConfig:
             raise ConfigError(
                 f"--{flag} names a source of the mixture twice: give it once, with a larger weight"
             )
-        if weights and min(weights) <= 0:
-            raise ConfigError(f"--mix_weights must be above 0, not {min(weights):g}")
 
     def sources(self) -> dict[str, Self]:
         """A config for each source of a mixture, by a short name for the logs. One alone where

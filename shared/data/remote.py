@@ -14,10 +14,10 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
+from shared.process.files import cache_dir
 from shared.process.printing import label
 from shared.process.redaction import masked
 

@@ -22,13 +22,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.data.loader import parallel_map
 from shared.data.records import Source
 from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 
 T = TypeVar("T")
 

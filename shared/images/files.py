@@ -16,7 +16,6 @@ import PIL
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.data.labels import LabelledData, Labels, in_order, read_labels, warn_of_joined
 from shared.data.loader import parallel_map
@@ -27,6 +26,7 @@ from shared.images.options import ImageConfig
 from shared.images.sources import Files, Listed
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from shared.process.printing import label, note, print_main
 from shared.process.ranks import is_main_rank
 

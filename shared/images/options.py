@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared.config.parse import require
+from shared.config.types import CountOrZero, Free, PositiveOrZero, PositiveShare, Share
 from shared.data.files import refuse_archive
-from shared.data.options import DataConfig
+from shared.data.options import DataConfig, Percentage
 from shared.process.errors import ConfigError
 
 
@@ -14,24 +14,21 @@ from shared.process.errors import ConfigError
 class ImageConfig(DataConfig):
     """Images."""
 
-    # which images: data.identity
-    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir", "skip_bad_images"}
-
     TARS: ClassVar = True
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
 
     # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with
     # mix_weights, several
-    train_dir: tuple[Path, ...] = ()
+    train_dir: Free[tuple[Path, ...]] = ()
     # Class folders to validate on; if not given, a part of each class is held out
-    validation_dir: Path | None = None
+    validation_dir: Free[Path | None] = None
     # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the
     # file's folder. Or tars of WebDataset's samples, or of class folders
-    train_file: tuple[str, ...] = ()
+    train_file: Free[tuple[str, ...]] = ()
     # Per cent of each class held out, where no validation data is named
-    validation_split_percentage: float = 15.0
+    validation_split_percentage: Percentage = 15.0
     # Split to validate on; if not given, validation, val or valid, if present
-    validation_split_name: str | None = None
+    validation_split_name: Free[str | None] = None
     # Column of the image; if not given, image, img, image_path, path, file_name, filename, file,
     # jpg, jpeg, png or webp
     image_column: str | None = None
@@ -43,14 +40,13 @@ class ImageConfig(DataConfig):
     problem_type: Literal["single_label", "multi_label"] | None = None
     # Value that is white in images of 16 bits, such as 4095 for a camera of 12 bits; 0: the largest
     # that 16 bits hold
-    white_level: int = 0
+    white_level: CountOrZero = 0
     # Decode every image before training, leave out those that cannot be read, and count them. If
     # not given, headers and ends are looked at before training, and the first bad image is an error
-    skip_bad_images: bool = False
+    skip_bad_images: Free[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "at least 0", "white_level")
         if any("://" in file for file in (*self.train_file, *self.validation_file)):
             raise ConfigError(
                 "--train_file: a list names images beside it, so it has to be a local file"
@@ -98,31 +94,24 @@ class RecipeConfig:
 
     # Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long
     # training
-    crop_min_scale: float | None = None
+    crop_min_scale: PositiveShare | None = None
     # Probability of a mirrored training image; if not given, 0.5
-    horizontal_flip: float | None = None
+    horizontal_flip: Share | None = None
     # RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
-    random_erasing: float = 0.0  # Probability of a rectangle wiped out (arXiv 1708.04896)
+    random_erasing: Share = 0.0  # Probability of a rectangle wiped out (arXiv 1708.04896)
     # Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for
     # ViTs
-    mixup_alpha: float = 0.0
+    mixup_alpha: PositiveOrZero = 0.0
     # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets
     # one of the two
-    cutmix_alpha: float = 0.0
+    cutmix_alpha: PositiveOrZero = 0.0
     # Share of each target spread over all classes; multi_label: taken half of yes and half of no.
     # If not given, 0.1, and 0 for multi_label
-    label_smoothing: float | None = None
+    label_smoothing: Share | None = None
     # balanced: weigh each image inversely to how often its class occurs; multi_label: weigh each
     # yes of a class by its number of images without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
-
-    def __post_init__(self) -> None:
-        require(self, "above 0 and at most 1", "crop_min_scale")
-        require(
-            self, "at least 0 and at most 1", "horizontal_flip", "random_erasing", "label_smoothing"
-        )
-        require(self, "at least 0", "mixup_alpha", "cutmix_alpha")
 
     @property
     def mixes(self) -> bool:

@@ -3,9 +3,9 @@ flag answer at once.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from shared.config import parse as configs
+from shared.config.types import BelowOne, Count, Free
 from shared.process.errors import ConfigError
 
 PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
@@ -45,14 +45,12 @@ class ModelConfig:
 class AdapterConfig:
     """LoRA adapters."""
 
-    FREE: ClassVar = frozenset({"merge_adapter"})
-
     # Rank of the adapters.
-    lora_r: int = 16
+    lora_r: Count = 16
     # Scale: updates are multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
-    lora_alpha: int = 32
+    lora_alpha: Count = 32
     # Dropout on the adapters' inputs.
-    lora_dropout: float = 0.0
+    lora_dropout: BelowOne = 0.0
     # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer that
     # text passes through but the head and the routers of experts.
     lora_target_modules: tuple[str, ...] = ("all-linear",)
@@ -71,7 +69,7 @@ class AdapterConfig:
     # ones are refused.
     adapter_name_or_path: str | None = None
     # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
-    merge_adapter: bool = False
+    merge_adapter: Free[bool] = False
     # Load a multimodal checkpoint as its language model alone. The adapter then fits only that
     # class.
     text_only: bool = False
@@ -93,11 +91,6 @@ class AdapterConfig:
                 "--init_lora_weights pissa changes the base weights: not with "
                 "a quantised base, nor DoRA"
             )
-        if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
-            raise ConfigError(
-                "--lora_dropout must be at least 0 and below 1, and --lora_alpha positive"
-            )
-        configs.require(self, "at least 1", "lora_r")
 
     def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:
         """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new

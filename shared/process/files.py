@@ -166,3 +166,11 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(value := json.loads(line), dict):
                     yield value
+
+
+def cache_dir() -> Path:
+    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or
+    ~/.cache.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))

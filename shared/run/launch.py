@@ -35,6 +35,7 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
+from shared.run.state import better
 
 
 def start(
@@ -156,7 +157,8 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
         parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
     metric = config.evaluation.metric_for_best_model
     decay = config.evaluation.ema_decay
-    parts += [f"the best by {metric} is saved, too"] * (metric != "none")
+    best = f"the best by {metric} ({better(metric)} is better) is saved, too"
+    parts += [best] * (metric != "none")
     parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
     return "; ".join(parts)
 

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.models.hub import identity_of_weights
 from shared.models.loss import log_probabilities
@@ -16,6 +15,7 @@ from shared.models.options import AdapterConfig
 from shared.parallel import sharding
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from shared.text.preferences import Pairs, one_pass
 
 

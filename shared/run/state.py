@@ -3,12 +3,40 @@ as JSON.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.data.loader import Window
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
+
+LOWER_IS_BETTER = r"\b(loss|perplexity|error|bits|nll|mae|mse|rmse|wer|cer)\b"
+
+
+def better(metric: str) -> str:
+    """The better direction of a metric, by the words of its name: lower or higher."""
+    words = metric.lower().replace("_", " ")
+    return "lower" if re.search(LOWER_IS_BETTER, words) else "higher"
+
+
+def score_of(values: dict[str, float], metric: str) -> list[float]:
+    """[the metric, minus the loss] of an evaluation's `eval_*` values, the larger the better. Empty
+    without a metric.
+
+    Raises:
+        ConfigError: the evaluation has no such value.
+    """
+    if metric == "none":
+        return []
+    if f"eval_{metric}" not in values:
+        known = ", ".join(name.removeprefix("eval_") for name in values)
+        raise ConfigError(
+            f"--metric_for_best_model {metric}: an evaluation of this run measures {known}"
+        )
+    value = values[f"eval_{metric}"]
+    score = [value if better(metric) == "higher" else -value, -values["eval_loss"]]
+    return [-math.inf if math.isnan(part) else float(part) for part in score]
 
 
 @dataclass
@@ -26,7 +54,7 @@ class TrainState:
     # values of the best evaluation; without a metric: the latest
     results: dict[str, float] = field(default_factory=dict)
     best_step: int = 0  # step of the best evaluation, 0: none yet
-    # higher is better; equal scores go by loss
+    # see score_of
     best_score: list[float] = field(default_factory=list)
     # metric, data, settings: other scores cannot be compared
     scored_by: list[str] = field(default_factory=list)
@@ -78,18 +106,10 @@ class TrainState:
         self.latest = values
         if self.step == 0:
             self.before = values
-        if metric != "none" and f"eval_{metric}" not in values:
-            known = ", ".join(name.removeprefix("eval_") for name in values)
-            raise ConfigError(
-                f"--metric_for_best_model {metric}: an evaluation of this run measures {known}"
-            )
-        if metric == "none" or self.step == 0:
+        score = score_of(values, metric)
+        if not score or self.step == 0:
             self.results = values
-            return
-        loss = -values["eval_loss"]
-        score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
-        score = [-math.inf if math.isnan(value) else float(value) for value in score]
-        if not self.best_score or score > self.best_score:
+        elif not self.best_score or score > self.best_score:
             self.best_score = score
             self.best_step = self.step
             self.results = values

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from shared import demo
-from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.mixture import Mixed
 from shared.data.order import Batch, Row, is_validation, near_share
@@ -26,6 +25,7 @@ from shared.demo import DEFAULT_TEMPLATE
 from shared.models.tokenizers import leading_bos, vocabulary_size
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from shared.text.options import CorpusConfig
 from shared.text.special import Special, read_as_text
 

@@ -13,12 +13,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:

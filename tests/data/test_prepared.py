@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.data.loader import parallel_map
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from tests.conftest import ROOT
 from tests.security.conftest import flip
 

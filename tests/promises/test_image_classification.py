@@ -487,6 +487,10 @@ def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_fol
         (("--freeze_backbone",), "--model_name_or_path"),
         (("--gradient_checkpointing", "full"), "does not support --gradient_checkpointing"),
         (("--early_stopping_patience", "2", "--metric_for_best_model", "none"), "--metric_for_best_model"),
+        (
+            ("--dress_rehearsal", "--metric_for_best_model", "kappa"),
+            "kappa: an evaluation of this run measures loss, accuracy",
+        ),
     ],
 )
 def test_bad_input_is_one_config_error(base, tmp_path, flags, message):

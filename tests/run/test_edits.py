@@ -46,6 +46,7 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
         "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
     }[template]
+    flags += ["--metric_for_best_model", "kappa"] if "kappa" in diff else []
     flags = [*flags, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 5, "--save_steps", 2]
 
     def train(folder, fault=""):

@@ -9,7 +9,7 @@ import hypothesis  # noqa: F401  # pytest would import it after these tests, whe
 import pytest
 
 from shared.commands import upgrade
-from shared.config import parse
+from shared.process import start
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
 from tools import new
@@ -102,7 +102,7 @@ def test_the_command_that_names_another_checkout_runs_nothing_of_its_name(tmp_pa
     module.parent.mkdir(parents=True)
     module.touch()
     with pytest.raises(ConfigError) as caught:
-        parse._require_shared_beside(tmp_path / HOSTILE / "train.py")
+        start.require_shared_beside(tmp_path / HOSTILE / "train.py")
     command = str(caught.value).partition(": put ")[2].partition(" before the command")[0]
     told = subprocess.run(["sh", "-c", f"{command} printenv PYTHONPATH"], check=True, capture_output=True, text=True).stdout
     assert told == f"{tmp_path / HOSTILE}\n" and not (tmp_path / "ran").exists()
