@@ -45,7 +45,7 @@ from shared.images.decoding import (
 from shared.images.options import ImageConfig
 from shared.images.sources import column_of
 from shared.process.errors import ConfigError
-from shared.process.files import commit, discard, new_folder
+from shared.process.files import discard, new_folder
 
 # The formats that are made smaller, and how they are written.
 WRITTEN: dict[str, dict[str, Any]] = {
@@ -332,7 +332,8 @@ def main() -> None:
     try:
         new_folder(temporary)
         tally = copy_all(plan, temporary, config, options.size)
-        commit(temporary, output)
+        os.sync()  # once: a million files, one by one, would take an hour
+        temporary.rename(output)
     except OSError as error:
         raise ConfigError(f"{error.filename or output}: {error.strerror}") from None
     finally:

@@ -204,7 +204,7 @@ def test_one_of_another_format_is_refused(tmp_path):
     del manifest["sha256"]
     manifest["format"] = 2
     path.write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
-    with pytest.raises(CheckpointError, match="of format 2, and this version reads 4 only"):
+    with pytest.raises(CheckpointError, match="of format 2, and this version reads 5 only"):
         saver.resume(path.parent)
 
 

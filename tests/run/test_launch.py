@@ -58,6 +58,7 @@ def test_compiling_without_a_compiler_is_one_line_before_training(monkeypatch):
     for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "start", lambda *_, **__: SimpleNamespace(device=None, is_main_process=True))
+    monkeypatch.setattr(launch, "strategy", lambda _: "")
     config = configs.parse(load_template("pretrain").Config, ["--torch_compile"])
     with pytest.raises(ConfigError, match="--torch_compile needs a compiler: apt install g"):
         shared_run.Run(config, "pretrain")
