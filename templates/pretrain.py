@@ -26,6 +26,7 @@ from shared.config.options import (
     LogConfig,
     OptimConfig,
     SpeedConfig,
+    SyncConfig,
 )
 from shared.config.types import Count, Free
 from shared.models.options import ModelConfig
@@ -48,6 +49,7 @@ class Config:
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(optim=None)
+    sync: SyncConfig = SyncConfig()
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)

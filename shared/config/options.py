@@ -143,8 +143,8 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig(SyncConfig):
-    """Optimizer, learning-rate schedule, and how replicas agree."""
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
 
     # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining
     # takes it for random weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov

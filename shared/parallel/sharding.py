@@ -53,7 +53,7 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> None:
+def _refuse_what_has_no_replicas(accelerator: Accelerator) -> None:
     """Raise a ConfigError where the launch config's processes are not replicas that can differ for
     a while.
     """
@@ -61,15 +61,6 @@ def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> 
     tensor_parallel = sizes is not None and sizes.tp_enabled
     if zero.is_used(accelerator) or tensor_parallel or accelerator.scaler is not None:
         raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
-    if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
-        raise ConfigError(
-            "--sync_every would lose what moves little of bf16 weights: drop --weights_dtype bf16"
-        )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ConfigError(
-            "--sync_every: replicas do not wait for each other in each step, as "
-            "--sync_batchnorm asks for"
-        )
     if accelerator.distributed_type == DistributedType.FSDP and not (
         sizes is not None and sizes.dp_replicate_enabled
     ):
@@ -107,7 +98,7 @@ def prepare(
             an answer of its own to a question that the template's config answers.
     """
     if replicas:
-        _refuse_what_has_no_replicas(accelerator, model)
+        _refuse_what_has_no_replicas(accelerator)
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
     groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]

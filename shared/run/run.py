@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shared.config import parse as configs
+from shared.config.options import SyncConfig
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
@@ -84,6 +85,7 @@ class Run:
         self.config = config
         self.name = name
         self.unit = unit
+        self.sync: SyncConfig = getattr(config, "sync", SyncConfig())  # pretrain.py alone has one
         tracker = tracking.tracker_name(config.log.report_to)
         speed = config.speed
         self.accelerator = launch.start(
@@ -176,7 +178,7 @@ class Run:
             for group in optimizer.param_groups:
                 if group["lr"] != options.peak:
                     group.setdefault("lr_scale", group["lr"] / options.peak)
-        apart = options.sync_every > 1
+        apart = self.sync.sync_every > 1
         if spread:
             model, optimizers = sharding.prepare(
                 self.accelerator,
@@ -188,8 +190,8 @@ class Run:
             )
         self.models[name] = model
         self.optimizers += optimizers
-        if apart and (not spread or len(self.models) > 1 or self.config.evaluation.ema_decay):
-            raise ConfigError("--sync_every takes one model, no pipeline, and no --ema_decay")
+        if apart and self.config.evaluation.ema_decay:
+            raise ConfigError("--sync_every takes no --ema_decay")
         if name == "model" and self.config.evaluation.ema_decay:
             self.ema = WeightCopy(self.accelerator, model)
         return model, optimizers
@@ -259,8 +261,8 @@ class Run:
         given = configs.flatten(self.config)
         self.train = train
         model = self.models["model"]
-        if config.optim.sync_every > 1:
-            self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
+        if self.sync.sync_every > 1:
+            self.replicas = Replicas(self.accelerator, model, self.sync, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
         self.saver = Checkpointer(
             self.accelerator,
