@@ -224,6 +224,7 @@ def language_loop(
     from shared.models.isolation import isolate_documents
     from shared.models.loss import causal_lm_loss, fuse_head
 
+    assert compiled == any(module._compiled_call_impl for module in model.modules())
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
     tokens, notes = len(Tokenizer(size)), []
     if "cu_seqlens" in batches[0] and not masked:
@@ -305,13 +306,17 @@ def seen(batch: dict[str, torch.Tensor], length: int) -> float:
 def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
     """What templates/pretrain.py builds for these settings, made on the device."""
     from shared.config.options import SpeedConfig
+    from shared.models.blocks import compile_blocks
     from shared.models.options import ModelConfig
 
     pretrain = template("pretrain")
     speed = SpeedConfig(torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention)  # type: ignore[arg-type]
     model = ModelConfig("3M", config_overrides=TOY_SHAPE) if toy else ModelConfig(size)
     with device():
-        return pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, model=model), Tokenizer(size))
+        built = pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, model=model), Tokenizer(size))
+    if compiled:
+        compile_blocks(built)
+    return built
 
 
 def pretraining(
