@@ -698,23 +698,14 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     note = f"{size / 1e9:.1f} GB; a step takes {1000 * usual:.0f} ms"
     figures: dict[str, Any] = {"gb": size / 1e9, "usual_step_ms": 1000 * usual}
 
-    def meanwhile(what: str) -> str:
-        """Train while something is done in the background."""
+    figures["stands_still_seconds"] = seconds(partial(saver.save, loop.state))
+    if in_background:
         start, taken = time.perf_counter(), 0
         while saver.pending is not None and not saver.pending.done() and time.perf_counter() - start < 20:
             seconds(loop.step)
             taken += 1
-        figures[f"slower_{what}_seconds"] = slower = time.perf_counter() - start - taken * usual
-        done = "" if saver.pending is None or saver.pending.done() else ", not all done by then"
-        return f"; in {taken} steps beside {what} training lost {slower:.1f} s{done}"
-
-    if in_background:
-        saver.make_room()
-        note += meanwhile("making memory")
-        saver.wait()
-    figures["stands_still_seconds"] = seconds(partial(saver.save, loop.state))
-    if in_background:
-        note += meanwhile("writing")
+        figures["slower_seconds"] = slower = time.perf_counter() - start - taken * usual
+        note += f"; in {taken} steps beside writing training lost {slower:.1f} s"
         saver.wait()  # raises what went wrong
         loop.state.step += 1
         figures["stands_still_again_seconds"] = again = seconds(partial(saver.save, loop.state))

@@ -28,7 +28,7 @@ from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
 from shared.parallel import zero
-from shared.parallel.gradients import local_part, reshard
+from shared.parallel.gradients import reshard
 from shared.parallel.sharding import sharding_shares
 from shared.process import faults
 from shared.process.collectives import on_main
@@ -119,17 +119,15 @@ class Checkpointer:
         self.run: str = on_main(partial(run_id, run_dir))
         self.latest: Path | None = None
         self.passed_over: list[Path] = []  # newer ones than the one that was resumed
-        self.pending: Future[Any] | None = None
+        self.pending: Future[None] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
-        on_gpu = accelerator.device.type == "cuda"
-        # DeepSpeed's tensors are copies that each save makes
-        self.lacks_room = self.options.async_save and on_gpu and not zero.is_used(accelerator)
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors
             # below 1 MiB are not pinned: two of them on one page cannot both be.
-            self.stager = StateDictStager(pin_memory=on_gpu, pin_memory_min_bytes=2**20)
+            self.on_gpu = accelerator.device.type == "cuda"
+            self.stager = StateDictStager(pin_memory=self.on_gpu, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
@@ -228,33 +226,12 @@ class Checkpointer:
             "settings": self.settings,
         }
         if self.options.async_save:
-            self.pending = self.thread.submit(
-                self._write, folder, self._stage(tensors), content, manifest
-            )
+            staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
+            if self.on_gpu:  # once for all copies
+                torch.cuda.current_stream().synchronize()
+            self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
         else:
             self._write(folder, tensors, content, manifest)
-
-    def make_room(self) -> None:
-        """Begin to make the memory that background saves of a GPU's tensors go through. Every rank
-        calls this after each step. It acts once, when the optimizers have their state.
-
-        Pinning 3 GB takes about a second, here in the background of the next steps. A save waits
-        for it.
-        """
-        if self.lacks_room and not self.pending and any(o.state for o in self.optimizers):
-            self.lacks_room = False
-            tensors = [local_part(tensor) for tensor in self._live(0)[0].values()]
-            # the stager copies, too: on another stream, so that training does not wait for that
-            stream = torch.cuda.Stream(self.accelerator.device)
-            self.pending = self.thread.submit(self._stage, tensors, stream)
-
-    def _stage(self, tensors: Any, stream: torch.cuda.Stream | None = None) -> Any:
-        """A copy on the host. The next copy of the same tensors goes to the same memory."""
-        with torch.cuda.stream(stream):
-            staged = self.stager.stage(tensors, non_blocking=self.stager.pin_memory)
-            if self.stager.pin_memory:  # once for all copies
-                torch.cuda.current_stream().synchronize()
-        return staged
 
     def save_and_load(self, state: TrainState) -> int:
         """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every

@@ -426,7 +426,6 @@ class Run:
             )
             yield self._step
             self._complete_step()
-            self.saver.make_room()
             evaluated = self.state.step == self.state.evaluated
             best = self.state.step == self.state.best_step
             saving = self.is_last or best or self.state.step % self.save_steps == 0

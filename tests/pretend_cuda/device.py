@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses import FakeTensor
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -389,14 +388,6 @@ def install():
     pretend_nccl()
     for kind, name in ((torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize")):
         setattr(kind, name, noted(f"wait for {kind.__name__.split('.')[-1].lower()}", getattr(kind, name)))
-    stage = StateDictStager._stage_untyped_storage
-
-    def staged(self, storage, *args, **named):
-        if storage.device.type == "cuda":  # and not what describes a DTensor
-            LOG.counts[f"staged in {'old' if storage in self._cached_storage_mapping else 'new'} memory"] += 1
-        return stage(self, storage, *args, **named)
-
-    StateDictStager._stage_untyped_storage = staged
     Device().__enter__()
     work = threading.Thread.run
 

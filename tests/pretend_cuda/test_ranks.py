@@ -93,8 +93,6 @@ def test_other_paths_train_and_resume(on_cuda, flags, tmp_path, config, precisio
     launch = {"processes": 2, "config": config, "precision": precision}
     given = [*flags, *more, "--deterministic", "--per_device_train_batch_size", 2]
     straight = on_cuda("pretrain", tmp_path / "straight", *given, **launch)
-    made, found = (straight.counts().get(f"staged in {age} memory", 0) for age in ("new", "old"))
-    assert found == 2 * made and bool(made) == ("--async_save" in more)  # by both saves, also the first
     stop = {"TEMPLATES_FAULT": "update:term@3"}
     assert on_cuda("pretrain", tmp_path / "run", *given, **launch, env=stop, check=False).returncode != 0
     resumed = on_cuda("pretrain", tmp_path / "run", *given, **launch)
