@@ -217,7 +217,6 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     Row("checkpoint of 1.2B, in the background", measures.save_stall, 60, {"in_background": True}, SHARED),
     Row("checkpoint of 1.2B", measures.save_stall, 45, {"in_background": False}, SHARED),
     _images("ResNet-50", 256, ", channels last, compiled", 60, channels_last=True, compiled=True),
-    _images("ResNet-50", 256, ", channels last, compiled, autotuned", 60, channels_last=True, compiled=True, autotuned=True),
     _timm("resnet50", 256, 60),
     Row("image input", measures.image_input, 20, {}, (*SHARED, *IMAGES)),
     Row("image input, shrunk", measures.image_input, 20, {"shrunk": True}, (*SHARED, *IMAGES)),
@@ -245,13 +244,7 @@ ROWS += [  # what a setting would gain
     _pretrain("125M", "16 x 2048", ", combined kernels, compiled", 15, compiled=True, alone=True, inductor=COMBINED),
     _images("ViT-S/16", 256, ", combined kernels, compiled", 20, compiled=True, inductor=COMBINED),
     _lora("8B", 2, ", combined kernels, compiled", 30, compiled=True, inductor=COMBINED),
-    _images(
-        *("ResNet-50", 256, ", channels last, autotuned, as matrices, compiled", 60),
-        channels_last=True,
-        compiled=True,
-        autotuned=True,
-        inductor=AS_MATRICES,
-    ),
+    _images("ResNet-50", 256, ", as matrices, compiled", 60, channels_last=True, compiled=True, inductor=AS_MATRICES),
 ]
 
 

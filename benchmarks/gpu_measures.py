@@ -518,12 +518,9 @@ def image_step(
     *,
     compiled: bool = False,
     channels_last: bool = False,
-    autotuned: bool = False,
     inductor: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Images a second of the image template's step on uint8 images that lie on the device. `autotuned`: cuDNN times its
-    kernels."""
-    torch.backends.cudnn.benchmark = autotuned
+    """Images a second of the image template's step on uint8 images that lie on the device."""
     set_inductor(inductor)
     loop, flops = image_loop(kind, batch_size, compiled=compiled, channels_last=channels_last)
     return pace(loop.step, len(loop.windows[0].indices[0]), flops)
