@@ -59,7 +59,7 @@ class Checkpointer:
 
     Args:
         strategy: of the run.
-        models: as `Run.prepare` returned them, by name; "model" is the one that final/ is made of.
+        models: as `Setup.prepare` returned them, by name; final/ is made of "model".
         optimizers: of all models.
         run_dir: where `checkpoint-000120/` and its siblings go.
         config: the template's. Its `checkpoint` group says how many stay; its values are compared

@@ -74,9 +74,8 @@ class Guard:
         self.state = state
         self.max_skipped = max_skipped
         self.group: Any = None
-        if (
-            strategy.accelerator.num_processes > 1
-        ):  # of hosts, whatever the devices use; DeepSpeed has none
+        if strategy.accelerator.num_processes > 1:
+            # of hosts, whatever the devices use; DeepSpeed has none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # whether an update was finite, and what describes it if it was not
         self.unread: list[tuple[torch.Tensor, Callable[[], list[_Skipped]]]] = []

@@ -31,7 +31,7 @@ class Rehearsal:
     and calls it alike.
 
     Args:
-        models, optimizers: as `Run.prepare` returned them.
+        models, optimizers: as `Setup.prepare` returned them.
         loader: of the training data: has `per_device` and `longest(rows)`.
         losses: batch -> scalar. Together they pass through all models.
     """

@@ -1,8 +1,8 @@
 """Settings that depend on model and data, for runs that give none: learning rates, batch and
 budget.
 
-A template hands them to `Run.choose`, which leaves alone what the user gave and says in the summary
-what it chose. docs/quality.md has the measurements behind the numbers.
+A template hands them to `Setup.choose`, which leaves alone what the user gave and says in the
+summary what it chose. docs/quality.md has the measurements behind the numbers.
 """
 
 import math
