@@ -215,8 +215,12 @@ class Pairs:
         return self.samples.end
 
     def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the chosen answer, the ids from it on)."""
+        """(ids before the chosen answer, its ids)."""
         return self.samples.prompt(2 * index)
+
+    def others(self, index: int) -> dict[str, Any]:
+        """See `chat.Conversations`."""
+        return self.samples.others(2 * index)
 
 
 def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
