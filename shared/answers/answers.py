@@ -1,15 +1,18 @@
 """What a model in training answers to validation prompts, and how good the answers are."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
 from torch import nn
 
+from shared.data.loader import Share
 from shared.data.order import EvenSubset
-from shared.models.generation import batches, ends_of, first_lines, generate
+from shared.models.generation import ends_of, first_lines, generate
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines, open_regular
 from shared.process.printing import indented, print_main
@@ -18,6 +21,24 @@ from shared.run.run import Run
 
 Score = Callable[[str, dict[str, Any]], dict[str, float]]
 FILE = "answers.jsonl"
+
+
+def batches(lengths: Sequence[int], per_device: int, share: Share) -> np.ndarray:
+    """This rank's part of some prompts, in batches of similar length: their numbers, [batches,
+    rows], the longest first.
+
+    All ranks have equally many batches; what is missing in the last one repeats a prompt.
+
+    Args:
+        lengths: tokens of each prompt.
+        per_device: rows of a batch, at most.
+    """
+    of_ranks = math.ceil(len(lengths) / share.world_size)
+    count = math.ceil(of_ranks / per_device)
+    rows = math.ceil(of_ranks / count)
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    filled = np.pad(order, (0, count * share.world_size * rows - len(order)), mode="edge")
+    return filled.reshape(count, share.world_size, rows)[:, share.rank]
 
 
 def log_answers(
@@ -30,7 +51,7 @@ def log_answers(
     them, or as many without --eval_answers, are printed before training and at its end.
 
     Args:
-        held_out: the validation samples, with `prompt`, `others` and `end`.
+        held_out: the validation samples, with `prompt` and `end`.
         score: (answer, record) -> numbers by name. The record has `prompt` and `reference`, texts,
             and the columns of the data that are not learned.
 
@@ -46,7 +67,7 @@ def log_answers(
     ends = ends_of(tokenizer, held_out.end)
     share = sharding.share(run.accelerator)
     per_device = config.batch.per_device_eval_batch_size
-    mine = batches([len(prompt) for prompt, _ in samples], per_device, share)
+    mine = batches([len(sample[0]) for sample in samples], per_device, share)
     answered: list[tuple[int, dict[str, Any]]] = []
     for numbers in run.watch(mine.tolist(), len(mine)):
         found = generate(
@@ -56,7 +77,7 @@ def log_answers(
             ends=ends,
         )
         for number, ids in zip(numbers, found, strict=True):
-            prompt, reference = samples[number]
+            prompt, reference, others = samples[number]
             texts = {
                 "prompt": tokenizer.decode(prompt),
                 "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
@@ -67,13 +88,13 @@ def log_answers(
                 **texts,
                 "answer": answer,
                 "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
-                "scores": score(answer, held_out.others(chosen[number]) | texts),
+                "scores": score(answer, others | texts),
             }
             answered.append((number, row))
     by_number = dict(gather_object(answered))  # the last batch repeats prompts
     rows = [by_number[number] for number in range(len(chosen))]
     for row in rows[:shown]:
-        _show(row)
+        show(row)
     _keep(run, rows)
     names = dict.fromkeys(name for row in rows for name in row["scores"])
     columns = ["prompt", "reference", "answer"]
@@ -92,7 +113,8 @@ def log_answers(
     }
 
 
-def _show(row: dict[str, Any]) -> None:
+def show(row: dict[str, Any]) -> None:
+    """Print the first lines of an answer, beside its prompt and reference."""
     parts = {
         "prompt": row["prompt"],
         "reference": row["reference"],

@@ -135,29 +135,30 @@ def main() -> None:
     parser.add_argument(
         "command", nargs="+", help="after --: how the template is launched, without its flags"
     )
+    parser.add_argument("--eval_answers", help="answer so many prompts, too, and score the answers")
     parser.add_argument(
-        "--eval_answers", type=int, help="answer so many prompts, too, and score the answers"
-    )
-    parser.add_argument(
-        "--beside", type=Path, help="folder of another run of this template, to compare with"
+        "--beside",
+        type=Path,
+        action="append",
+        default=[],
+        help="folder of another run of this template, to compare with; may be repeated",
     )
     options = parser.parse_args()
-    runs = [options.run, *([options.beside] if options.beside else [])]
+    runs = [options.run, *options.beside]
     for run in runs:
         if not (run / "config.yaml").exists() or not (run / "final").is_dir():
             raise ConfigError(
                 f"{run}: no finished run, which has config.yaml and final/: "
                 "its own command finishes it"
             )
-    chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
-    test = next(Path(value).resolve() for value in chosen.values() if value)
-    data: dict[str, Any] = {key: str(test) for key, value in chosen.items() if value}
-    if options.eval_answers is not None:
+    test = Path(options.test_file or options.test_dir).resolve()
+    data = {"validation_file" if options.test_file else "validation_dir": str(test)}
+    if options.eval_answers:
         data["eval_answers"] = options.eval_answers
     places = [(options.run, name) for name in ("final", "merged") if (options.run / name).is_dir()]
     places = [(options.run, "base")] * (options.run / "final/adapter_config.json").exists() + places
     found = {}
-    for run, name in [*places, *((run, "final") for run in runs[1:])]:
+    for run, name in [*places, *((run, "final") for run in options.beside)]:
         folder = run.resolve()
         whole = folder / "evaluations" / test.stem / name
         title = name if run == options.run else folder.name

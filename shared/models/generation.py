@@ -1,12 +1,10 @@
 """Text that a model in training writes."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -15,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from shared.data.loader import Share
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
 from shared.process.printing import note
@@ -81,24 +78,6 @@ def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
         yield
     finally:
         whole._compiled_call_impl = None
-
-
-def batches(lengths: Sequence[int], per_device: int, share: Share) -> np.ndarray:
-    """This rank's part of some prompts, in batches of similar length: their numbers, [batches,
-    rows], the longest first.
-
-    All ranks have equally many batches; what is missing in the last one repeats a prompt.
-
-    Args:
-        lengths: tokens of each prompt.
-        per_device: rows of a batch, at most.
-    """
-    of_ranks = math.ceil(len(lengths) / share.world_size)
-    count = math.ceil(of_ranks / per_device)
-    rows = math.ceil(of_ranks / count)
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    filled = np.pad(order, (0, count * share.world_size * rows - len(order)), mode="edge")
-    return filled.reshape(count, share.world_size, rows)[:, share.rank]
 
 
 @torch.no_grad()

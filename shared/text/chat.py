@@ -171,10 +171,8 @@ class ToSamples:
         for form, where, record in items:
             of_record = Notes()
             samples = self.samples(record, form, where, of_record)
-            others = [name for name in of_record.named("unused ") if name in record]
-            if form == "plain text":  # of as many samples as it takes
-                others = []
-            lines += [{name: record[name] for name in others}] * len(samples)
+            names = of_record.named("unused ") if form != "plain text" else ()
+            lines += [{name: record[name] for name in names if name in record}] * len(samples)
             notes.update(of_record)
             for number, (ids, learned) in enumerate(samples):
                 tokens.append(np.array(ids, np.int32))
@@ -293,21 +291,17 @@ class Conversations(Split):
     def num_targets(self, indices: np.ndarray) -> int:
         return int(self.targets[indices].sum())
 
-    def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the last learned turn, the ids of that turn): what to give the model, and a
-        reference.
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(ids before the last learned turn, the ids of that turn, the columns of the record that
+        are not learned): what to give the model, and what to compare with.
         """
         ids, learned = self.tokens(index)
         cut = int(np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1])
         end = cut + int(learned[cut:].sum())
         if cut == 0:
             cut = min(16, len(ids) // 2)
-        return ids[:cut].tolist(), ids[cut:end].tolist()
-
-    def others(self, index: int) -> dict[str, Any]:
-        """The columns of a sample's record that are not learned."""
         store, number = self.find(index)
-        return dict(store.line(number))
+        return ids[:cut].tolist(), ids[cut:end].tolist(), store.line(number)
 
 
 def open_samples(

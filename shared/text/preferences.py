@@ -214,13 +214,9 @@ class Pairs:
         """See `chat.Conversations`."""
         return self.samples.end
 
-    def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the chosen answer, its ids)."""
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(ids before the chosen answer, its ids, the columns that are not learned)."""
         return self.samples.prompt(2 * index)
-
-    def others(self, index: int) -> dict[str, Any]:
-        """See `chat.Conversations`."""
-        return self.samples.others(2 * index)
 
 
 def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:

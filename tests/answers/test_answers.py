@@ -1,5 +1,6 @@
 """Answers to validation prompts: shared over ranks, scored, and used to choose the best weights."""
 
+import itertools
 import json
 import os
 import random
@@ -10,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.answers.answers import batches
 from shared.answers.scores import exact_match, token_f1
 from shared.data.loader import Share
-from shared.models.generation import batches
 from shared.text import chat, preferences
 from shared.text.options import ChatConfig, PreferenceConfig
 from tests.conftest import LAUNCHER, ROOT, Run, command, run, sentence, slow
@@ -45,7 +46,7 @@ def test_ranks_share_the_prompts_in_equally_many_batches_of_similar_length(promp
     assert sum(part.size for part in parts) - prompts < len(parts[0]) * ranks  # hardly any is answered twice
     assert {number for part in parts for number in part.flat} == set(range(prompts))
     windows = [[lengths[number] for part in parts for number in part[window]] for window in range(len(parts[0]))]
-    assert all(min(one) >= max(other) for one, other in zip(windows, windows[1:], strict=False))
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(windows))
 
 
 def turn(role, content):
@@ -164,7 +165,7 @@ def test_a_stopped_run_measures_the_same(alone, flags, tmp_path):
     assert "stopped by SIGTERM at step 16" in stopped.output and stopped.returncode
     assert max(row["step"] for row in answers(stopped)) == 8
     killed = run("full_finetune", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "save.rename:kill@1"}, check=False)
-    assert killed.returncode and max(row["step"] for row in answers(killed)) == 16
+    assert killed.returncode and max(row["step"] for row in answers(killed)) == 24
     resumed = run("full_finetune", tmp_path / "run", *flags)
     assert "resumed from" in resumed.output
     assert answers(resumed) == answers(alone) and scores(resumed, "token_f1") == scores(alone, "token_f1")
@@ -201,13 +202,14 @@ def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, 
     )
     _, held_out = chat.open_samples(data, tokenizer)
     for index in (0, 5):
-        prompt, reference = held_out.prompt(index)
+        prompt, reference, others = held_out.prompt(index)
         assert tokenizer.decode(prompt).endswith("### Assistant:\n")
         assert tokenizer.decode(reference, skip_special_tokens=True).strip() == records[index]["messages"][1]["content"]
-        assert held_out.others(index) == {"points": records[index]["points"]}
+        assert others == {"points": records[index]["points"]}
     pairs = [{"prompt": f"Say {n}:", "chosen": f" {n}", "rejected": " no", "points": n} for n in range(1, 5)]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     options = PreferenceConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=64)
     _, tuned = preferences.read_pairs(options, tokenizer, demo_samples=1)
-    assert tokenizer.decode(tuned.prompt(2)[1], skip_special_tokens=True) == " 3" and tuned.others(2) == {"points": 3}
+    _, reference, others = tuned.prompt(2)
+    assert tokenizer.decode(reference, skip_special_tokens=True) == " 3" and others == {"points": 3}

@@ -21,6 +21,7 @@ def test_the_better_direction_follows_from_the_words_of_a_name():
         "val/loss",
         "top1-error",
     )
+    lower += ("unit_errors", "edit_distance")
     assert {better(name) for name in lower} == {"lower"}
     higher = (
         "accuracy",
