@@ -240,7 +240,8 @@ class EvaluationConfig:
     eval_steps: Free[Steps[int | float | None]] = 0.02
     # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
     # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
-    # is loss, perplexity, error, bits, nll, mae, mse, rmse, wer or cer; else higher.
+    # is loss, perplexity, error, errors, distance, bits, nll, mae, mse, rmse, wer or cer; else
+    # higher.
     # If not given, images take accuracy, or map (mean average precision) with several labels.
     metric_for_best_model: str | None = "loss"
     # Stop after so many evaluations without a better one; 0: never

@@ -214,8 +214,8 @@ class Pairs:
         """See `chat.Conversations`."""
         return self.samples.end
 
-    def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the chosen answer, the ids from it on)."""
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(ids before the chosen answer, its ids, the columns that are not learned)."""
         return self.samples.prompt(2 * index)
 
 
