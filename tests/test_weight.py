@@ -15,6 +15,7 @@ from tools.new import closure
 
 # 2026-11-27: what there is, to the next hundred, in lines of 100 columns.
 FOLDERS = {
+    "answers": 1_200,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
     "config": 4_200,
     "data": 19_500,  # labels and the store of prepared data, before in text and images

@@ -355,6 +355,11 @@ class Split:
         of = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.stores[of], int(self.numbers[of][index - self.starts[of]])
 
+    def line(self, index: int) -> Any:
+        """What `Encoded.lines` has of a sample."""
+        store, number = self.find(index)
+        return store.line(number)
+
     def values(self, index: int, *arrays: str) -> list[np.ndarray]:
         """The part of these arrays that is of a sample."""
         store, number = self.find(index)
