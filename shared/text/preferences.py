@@ -274,15 +274,14 @@ def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     lengths = train.samples.lengths
     (store,) = train.samples.stores
     counts = store.notes.counts
-    forms = ", ".join(store.notes.named("form "))
     template = (
         ""
         if train.samples.own_template
         else ", the default chat template for messages (### User / ### Assistant)"
     )
     return (
-        f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, "
-        f"{counts['cut']:,} cut to "
+        f"{store.source}: {', '.join(store.notes.named('form '))}{template}; "
+        f"{counts['read']:,} pairs read, {counts['cut']:,} cut to "
         f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, "
         f"of {lengths.min()}-"
         f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); "
