@@ -277,7 +277,7 @@ class Store:
     Attributes:
         source: its name, for people.
         notes: what was seen in it.
-        identity: changes when the arrays do.
+        identity: changes when the arrays do; lines do not count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -288,9 +288,9 @@ class Store:
         self._arrays: dict[str, list[Any]] = state["arrays"]
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
-        self.identity = prepared.fingerprint(
-            **{name: checksums[f"{name}.bin"] for name in self._arrays}
-        )
+        # not how long the lines are: they have the paths of files, and labels are compared apart
+        arrays = self._arrays.keys() - {"line_ends"}
+        self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
     # a spawned worker maps the files itself
     def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
