@@ -173,10 +173,9 @@ def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     rank.
     """
     if path.exists():
-        kept = [json.dumps(row) + "\n" for row in read_json_lines(path) if keep(row)]
         temporary = path.with_name(f".{path.name}")
-        with open_regular(temporary) as rewritten:
-            rewritten.writelines(kept)
+        with open_regular(temporary) as kept:
+            kept.writelines(json.dumps(row) + "\n" for row in read_json_lines(path) if keep(row))
         temporary.replace(path)
 
 

@@ -296,12 +296,10 @@ class Conversations(Split):
         are not learned): what to give the model, and what to compare with.
         """
         ids, learned = self.tokens(index)
-        cut = int(np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1])
-        end = cut + int(learned[cut:].sum())
-        if cut == 0:
-            cut = min(16, len(ids) // 2)
-        store, number = self.find(index)
-        return ids[:cut].tolist(), ids[cut:end].tolist(), store.line(number)
+        cut = np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1]
+        end = cut + learned[cut:].sum()
+        cut = cut or min(16, len(ids) // 2)
+        return ids[:cut].tolist(), ids[cut:end].tolist(), self.line(index)
 
 
 def open_samples(

@@ -36,10 +36,8 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
         first, last = before[f"eval_{name}"], ended.last(f"eval_{name}")
         assert again[name][:3] == pytest.approx([first, last, last], abs=2e-4)
     assert again["loss"][3] == pytest.approx(other.last("eval_loss"), abs=2e-4) and len(again["exact_match"]) == 4
-    rows = [
-        json.loads(line) for line in (ended.folder / "evaluations/held_out/final/answers.jsonl").read_text().splitlines()
-    ]
-    assert len(rows) == 5 and not list(tmp_path.glob("*/evaluations/*/*/final"))
+    answered = (ended.folder / "evaluations/held_out/final/answers.jsonl").read_text().splitlines()
+    assert len(answered) == 5 and not list(tmp_path.glob("*/evaluations/*/*/final"))
 
 
 def test_a_demo_has_no_settings_for_other_data(tmp_path):
