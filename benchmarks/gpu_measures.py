@@ -676,7 +676,7 @@ def image_input(*, shrunk: bool = False) -> dict[str, Any]:
 
 def save_stall(*, in_background: bool) -> dict[str, Any]:
     """Seconds that training stands still for a checkpoint of a 1.2B model with AdamW's state."""
-    from shared.config.options import CheckpointConfig
+    from shared.config.options import CheckpointConfig, FullSpeedConfig
     from shared.run.checkpoint import Checkpointer
 
     accelerator = start_accelerator()
@@ -686,7 +686,9 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     seconds(loop.step, 3)
     usual = statistics.median(seconds(loop.step) for _ in range(5))
     folder = Path(tempfile.mkdtemp())
-    config = template("pretrain").Config(checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1))
+    config = template("pretrain").Config(
+        speed=FullSpeedConfig(async_save=in_background), checkpoint=CheckpointConfig(save_total_limit=1)
+    )
     saver = Checkpointer(loop.strategy, {"model": loop.model}, loop.optimizers, folder, config, data="none")
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
     tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]

@@ -167,7 +167,7 @@ def accelerate_loop(options: argparse.Namespace) -> Row:
 
 
 def project_loop(options: argparse.Namespace) -> Row:
-    from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig
+    from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, FullOptimConfig, LogConfig
     from shared.data.loader import Loader
     from shared.data.order import Order
     from shared.parallel import sharding
@@ -179,7 +179,7 @@ def project_loop(options: argparse.Namespace) -> Row:
     watch, never = Stopwatch(parts=options.parts), options.steps + 1  # evaluated, saved and logged
     config = template.Config(
         batch=BatchConfig(global_batch_size=ROWS, per_device_train_batch_size=ROWS),
-        optim=OptimConfig(
+        optim=FullOptimConfig(
             learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_steps=0
         ),
         evaluation=EvaluationConfig(eval_steps=never, metric_for_best_model="none"),

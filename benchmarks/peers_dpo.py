@@ -112,7 +112,7 @@ def trl(options: argparse.Namespace) -> Any:
 
     values = rounds.trainer_settings(options.steps, precision="no")
     values |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4}
-    values |= {"adam_beta1": settings["adam_beta1"], "adam_beta2": settings["adam_beta2"], "beta": settings["beta"]}
+    values |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "beta": settings["beta"]}
     values |= {"train_sampling_strategy": "sequential", "gradient_checkpointing": False, "max_length": 512}
     values |= {"remove_unused_columns": False} if kind == "simpo" else {}
     if options.each_step:

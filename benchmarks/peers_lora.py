@@ -151,7 +151,7 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
     )
     model, settings = task.model, task.settings
     parameters = [p for p in model.parameters() if p.requires_grad]
-    betas = settings["adam_beta1"], settings["adam_beta2"]
+    betas = 0.9, 0.999
     optimizer = torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True)
     total: Any = torch.zeros((), device=DEVICE)
     clock = Clock(options.steps)
@@ -202,7 +202,7 @@ def trl(options: argparse.Namespace) -> list[Row]:
     values = rounds.trainer_settings(options.steps, precision=options.mixed_precision)
     values |= {"per_device_train_batch_size": options.rows if packing else task.at_once, "seed": settings["seed"]}
     values |= {"gradient_accumulation_steps": options.accumulation, "learning_rate": settings["learning_rate"]}
-    values |= {"adam_beta1": settings["adam_beta1"], "adam_beta2": settings["adam_beta2"]}
+    values |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
     values |= {"packing": packing, "max_length": options.length, "shuffle_dataset": packing, "gradient_checkpointing": False}
     values |= {"train_sampling_strategy": "random" if packing else "sequential"}
     arguments = SFTConfig(f"{options.folder}/trl", **values)

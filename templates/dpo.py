@@ -66,7 +66,7 @@ class Config:
         seq_length=512, eval_samples=256, validation_split_percentage=10.0
     )
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=4)
-    optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
+    optim: OptimConfig = OptimConfig(weight_decay=0.0)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.05, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)

@@ -25,9 +25,9 @@ from shared.config.options import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FullOptimConfig,
+    FullSpeedConfig,
     LogConfig,
-    OptimConfig,
-    SpeedConfig,
 )
 from shared.config.types import Count, CountOrZero, Free, PositiveOrZero
 from shared.process.errors import ConfigError
@@ -64,8 +64,8 @@ class Config:
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
-    speed: SpeedConfig = SpeedConfig()
+    optim: FullOptimConfig = FullOptimConfig(weight_decay=0.0, adam_beta2=0.999)
+    speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.05, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
     log: LogConfig = LogConfig()

@@ -21,9 +21,9 @@ from shared.config.options import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FullOptimConfig,
+    FullSpeedConfig,
     LogConfig,
-    OptimConfig,
-    SpeedConfig,
 )
 from shared.config.types import Free, PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
@@ -66,8 +66,8 @@ class Config:
     batch: BatchConfig = BatchConfig(
         per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2
     )
-    optim: OptimConfig = OptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
-    speed: SpeedConfig = SpeedConfig()
+    optim: FullOptimConfig = FullOptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
+    speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model=None)
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

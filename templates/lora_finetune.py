@@ -51,7 +51,7 @@ class Config:
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
+    optim: OptimConfig = OptimConfig(weight_decay=0.0)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.05, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)

@@ -23,9 +23,9 @@ from shared.config.options import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FullOptimConfig,
+    FullSpeedConfig,
     LogConfig,
-    OptimConfig,
-    SpeedConfig,
     SyncConfig,
 )
 from shared.config.types import Count, Free
@@ -48,9 +48,9 @@ class Config:
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(optim=None)
+    optim: FullOptimConfig = FullOptimConfig(optim=None)
     sync: SyncConfig = SyncConfig()
-    speed: SpeedConfig = SpeedConfig()
+    speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
     log: LogConfig = LogConfig()

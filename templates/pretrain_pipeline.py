@@ -24,9 +24,9 @@ from shared.config.options import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FullOptimConfig,
+    FullSpeedConfig,
     LogConfig,
-    OptimConfig,
-    SpeedConfig,
 )
 from shared.config.types import Count, Free, within
 from shared.models.options import ModelConfig
@@ -54,8 +54,8 @@ class Config:
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(optim=None)
-    speed: SpeedConfig = SpeedConfig()
+    optim: FullOptimConfig = FullOptimConfig(optim=None)
+    speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
     log: LogConfig = LogConfig()

@@ -23,9 +23,9 @@ from shared.config.options import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FullOptimConfig,
+    FullSpeedConfig,
     LogConfig,
-    OptimConfig,
-    SpeedConfig,
 )
 from shared.config.types import Count, CountOrZero, Share
 from shared.models.options import AdapterConfig
@@ -51,10 +51,10 @@ class Config:
     batch: BatchConfig = BatchConfig(
         per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
     )
-    optim: OptimConfig = OptimConfig(
+    optim: FullOptimConfig = FullOptimConfig(
         weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
     )
-    speed: SpeedConfig = SpeedConfig()
+    speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

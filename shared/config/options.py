@@ -146,32 +146,30 @@ class SyncConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining
-    # takes it for random weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov
-    # momentum; its --weight_decay is usually 1e-4 and less.
+    # adamw: fused where available. muon: Muon, with momentum 0.95, for weight matrices, AdamW for
+    # the rest; pretraining takes it for random weights if nothing is given. adamw_8bit: 8-bit
+    # moments. sgd: with Nesterov momentum 0.9; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
     # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by
     # the task and the size of the model (docs/quality.md): the summary shows it
     learning_rate: Positive | None = None
     # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
     weight_decay: PositiveOrZero = 0.1
-    adam_beta1: BelowOne = 0.9  # Decay of the first moment
-    adam_beta2: BelowOne = 0.95  # Decay of the second moment
-    adam_epsilon: PositiveOrZero = 1e-8  # Added to the root of the second moment
-    # Of sgd and muon; if not given, 0.9 and 0.95
-    momentum: Annotated[float, within(above=0, below=1)] | None = None
     # Gradients are scaled down to this global L2 norm; 0 turns clipping off
     max_grad_norm: PositiveOrZero = 1.0
-    # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
+    # Shape after warmup; wsd: constant, then linear decay at the end (a fifth of the run)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
     warmup_steps: Annotated[int | float, within(at_least=0), WHOLE_OR_SHARE] = 0.03
-    decay_ratio: Share = 0.2  # Share of the run in which wsd decays
     min_lr_ratio: Share = 0.0  # Final learning rate as a share of the peak
-    # The run ends after more than so many skipped updates (loss or gradient not finite)
-    max_skipped_steps: Free[CountOrZero] = 5
-    # Factor on the learning rate from each block to the one before it; 1: the same rate
-    layer_decay: PositiveShare = 1.0
+
+    # Not fields, but what adapters train with. FullOptimConfig makes flags of them.
+    adam_beta1 = 0.9
+    adam_beta2 = 0.999
+    adam_epsilon = 1e-8
+    decay_ratio = 0.2
+    max_skipped_steps = 5
+    layer_decay = 1.0
 
     @property
     def peak(self) -> float:
@@ -195,6 +193,20 @@ class OptimConfig:
         return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
 
 
+@dataclass(frozen=True)
+class FullOptimConfig(OptimConfig):
+    """Optimizer and learning-rate schedule, where all weights are trained."""
+
+    adam_beta1: BelowOne = 0.9  # Decay of the first moment
+    adam_beta2: BelowOne = 0.95  # Decay of the second moment
+    adam_epsilon: PositiveOrZero = 1e-8  # Added to the root of the second moment
+    decay_ratio: Share = 0.2  # Share of the run in which wsd decays
+    # The run ends after more than so many skipped updates (loss or gradient not finite)
+    max_skipped_steps: Free[CountOrZero] = 5
+    # Factor on the learning rate from each block to the one before it; 1: the same rate
+    layer_decay: PositiveShare = 1.0
+
+
 RECOMPUTED = Rule(
     "is none, full or a number of blocks",
     lambda text: text in ("none", "full") or (text.isdecimal() and int(text) >= 1),
@@ -214,8 +226,6 @@ class SpeedConfig:
     # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
     # of which are slower
     deterministic: Free[bool] = False
-    # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
-    ddp_comm_hook: Free[Literal["none", "bf16", "fp16"]] = "none"
     # Seconds that a process waits for the others before it ends the run
     ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
     # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need
@@ -223,6 +233,20 @@ class SpeedConfig:
     attn_implementation: Free[
         Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
     ] = "auto"
+
+    # Not fields: gradients and checkpoints of adapters are small. FullSpeedConfig makes flags.
+    ddp_comm_hook = "none"
+    async_save = False
+
+
+@dataclass(frozen=True)
+class FullSpeedConfig(SpeedConfig):
+    """Memory and speed, where all weights are trained."""
+
+    # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
+    ddp_comm_hook: Free[Literal["none", "bf16", "fp16"]] = "none"
+    # Write checkpoints in the background; training waits for a copy to the host's memory only
+    async_save: Free[bool] = False
 
 
 def _steps_between(every: float, total_steps: int) -> int:
@@ -270,8 +294,6 @@ class CheckpointConfig:
     save_steps: Free[Steps[int | float]] = 0.01
     # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
     save_total_limit: Free[Count] = 2
-    # Write checkpoints in the background; training waits for a copy to the host's memory only
-    async_save: Free[bool] = False
     # Checkpoint to start from; if not given, the newest valid one in output_dir
     resume_from_checkpoint: Free[Path | None] = None
     # Settings that may differ from the checkpoint's although they change what the model learns;

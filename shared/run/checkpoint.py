@@ -91,6 +91,7 @@ class Checkpointer:
         self.data = data
         self.base = base
         self.options: CheckpointConfig = config.checkpoint
+        self.in_background: bool = config.speed.async_save
         self.settings = redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
         self.optimizers = optimizers
@@ -113,7 +114,7 @@ class Checkpointer:
         self.pending: Future[None] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
-        if self.options.async_save:
+        if self.in_background:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors
             # below 1 MiB are not pinned: two of them on one page cannot both be.
@@ -223,7 +224,7 @@ class Checkpointer:
             "base": self.base,
             "settings": self.settings,
         }
-        if self.options.async_save:
+        if self.in_background:
             staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
             if self.on_gpu:  # once for all copies
                 torch.cuda.current_stream().synchronize()

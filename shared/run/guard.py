@@ -177,8 +177,7 @@ class Guard:
             if self.state.skipped > self.max_skipped:
                 raise NonFiniteError(
                     f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been "
-                    "skipped before: look at these samples, lower --learning_rate, or raise "
-                    "--max_skipped_steps"
+                    "skipped before: look at these samples, or lower --learning_rate"
                 )
             print_main(
                 f"warning: {what}; the update was skipped ({self.state.skipped} of at most "

@@ -29,7 +29,7 @@ from transformers import (
     ViTConfig,
 )
 
-from shared.config.options import OptimConfig
+from shared.config.options import FullOptimConfig, OptimConfig
 from shared.process.errors import ConfigError
 from shared.training import optim
 from shared.training.low_memory import StochasticAdamW, round_stochastically
@@ -101,7 +101,7 @@ def test_frozen_parameters_are_in_no_optimizer():
 
 
 def test_adamw_takes_its_settings_from_the_config():
-    config = OptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
+    config = FullOptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
     for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", torchao.optim.AdamW8bit)):
         (optimizer,) = optim.build(tiny_llama(), dataclasses.replace(config, optim=name))
         assert isinstance(optimizer, kind)
@@ -237,7 +237,7 @@ def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
 
 SHARES = st.floats(0, 1)
 CONFIGS = st.builds(
-    OptimConfig,
+    FullOptimConfig,
     learning_rate=st.floats(1e-8, 10),
     lr_scheduler_type=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     warmup_steps=st.floats(0, 1, exclude_max=True) | st.integers(1, 50),
@@ -274,7 +274,9 @@ def test_every_schedule(config, total):
 
 def test_known_points_of_each_shape():
     def at(kind, step):
-        config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_steps=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
+        config = FullOptimConfig(
+            learning_rate=1.0, lr_scheduler_type=kind, warmup_steps=0.1, min_lr_ratio=0.2, decay_ratio=0.2
+        )
         return optim.learning_rate(config, step, 100)
 
     assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_steps=0.0), 0, 100) == 1.0
@@ -285,7 +287,7 @@ def test_known_points_of_each_shape():
 
 
 def test_set_learning_rate_keeps_the_factors_of_the_layers():
-    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=0.0, layer_decay=0.5)
+    config = FullOptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=0.0, layer_decay=0.5)
     model = tiny_llama()
     optimizers = optim.build(model, config)
     assert len(optimizers) == 2
@@ -360,7 +362,7 @@ def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(na
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_factors_and_decay_groups_go_together(kind):
     model = tiny_vision("vit")
-    optimizers = optim.build(model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3, learning_rate=3e-4))
+    optimizers = optim.build(model, FullOptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3, learning_rate=3e-4))
     scales = optim.layer_scales(model, 0.5)
     held = [(p, group) for o in optimizers for group in o.param_groups for p in group["params"]]
     assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
@@ -430,9 +432,9 @@ def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
 
 
 def test_sgd_is_nesterovs_with_the_settings_of_the_config():
-    config = OptimConfig(optim="sgd", learning_rate=0.5, momentum=0.75, weight_decay=0.125)
+    config = OptimConfig(optim="sgd", learning_rate=0.5, weight_decay=0.125)
     (optimizer,) = optim.build(nn.Linear(3, 2), config)
     assert type(optimizer) is torch.optim.SGD
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0.0]
     for group in optimizer.param_groups:
-        assert (group["lr"], group["momentum"], group["nesterov"], group["dampening"]) == (0.5, 0.75, True, 0)
+        assert (group["lr"], group["momentum"], group["nesterov"], group["dampening"]) == (0.5, 0.9, True, 0)
