@@ -123,7 +123,7 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
         *(SOURCE / f"shared/commands/{name}.py" for name in COMMANDS),
     ]
     paths, packages = closure([*(SOURCE / f"templates/{name}.py" for name in names), *serving])
-    paths |= {SOURCE / "shared/commands/__init__.py"}
+    paths |= {SOURCE / "shared/commands/__init__.py", SOURCE / "shared/config/other_programs.yaml"}
     if any(
         "demo.MODEL" in (SOURCE / f"templates/{name}.py").read_text(encoding="utf-8")
         for name in names

@@ -213,11 +213,11 @@ def test_a_mistake_on_the_command_line_is_one_line(argv, message):
         ("shape: square", ":1: --shape is one of round, flat"),
         ("words: [--rate, '3']", ":1: --words: a value cannot begin with a dash"),
         ("words: ['']", ":1: --words is given, but empty"),
-        ("count:", ":1: count is empty"),
+        ("count:", ":1: --count is given, but empty"),
         ("label:\n  a: 1\n", ":1: label: expected a value or a list of values; keys are flat"),
         ("words: [[a]]", ":1: words: expected a value or a list"),
-        ("label: !!python/object/apply:os.mkdir [made]", ":1: label: expected a value"),
-        ("label: !!python/name:os.mkdir ''", ":1: label: expected a value"),
+        ("rate: !!python/object/apply:os.mkdir [made]", ":1: --rate is a number, not 'made'"),
+        ("label: !!python/name:os.mkdir ''", ":1: --label is given, but empty"),
         ("- rate\n", ": expected 'key: value' lines"),
         ("3\n", ": expected 'key: value' lines"),
         ("rate: 1\nlabel: 'open\n", ":3: not valid YAML"),
@@ -266,9 +266,18 @@ def test_what_other_programs_call_it_is_known(templates):
         "lr": "did you mean --learning_rate?",
         "batch_size": "did you mean --global_batch_size?",
         "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
+        "momentum": "0.9 of sgd, and 0.95 of muon",
     }.items():
         message = refused(configs.parse, templates.pretrain.Config, [f"--{flag}", "1"])
         assert message.startswith(f"unknown flag --{flag}: {then}")
+
+
+def test_what_only_whole_models_need_is_no_flag_of_adapters(templates):
+    message = refused(configs.parse, templates.lora_finetune.Config, ["--adam_beta2", "0.95", "--async_save"])
+    assert message.startswith("unknown flags --adam_beta2: 0.999 for adapters; full_finetune.py has the flag; --async_save")
+    config = templates.lora_finetune.Config()
+    assert (config.optim.adam_beta2, config.speed.async_save, len(configs.flags(type(config)))) == (0.999, False, 68)
+    assert {"adam_beta2", "layer_decay", "async_save"} <= configs.flags(templates.pretrain.Config).keys()
 
 
 def test_help_is_help_wherever_it_stands(capsys):
