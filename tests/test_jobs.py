@@ -89,6 +89,9 @@ def under_run(*command, **kwargs) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", "shared", "run", *map(str, command)], cwd=ROOT, env=env, **kwargs)
 
 
+RECORDED = """echo '{"exit_code": %s, "alone": %s}' > "$TEMPLATES_RUN/exit.json\""""
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [
@@ -97,9 +100,9 @@ def under_run(*command, **kwargs) -> subprocess.Popen:
         (("no-such-command",), 2),
         (("sh", "-c", "kill -TERM $$; kill -USR1 $$; exit 5"), 5),  # ignored
         (("sh", "-c", "kill -KILL $$"), 137),
-        (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"; exit 1'), 4),
-        (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"'), 0),  # a part of it failed, which it has coped with
-        (("sh", "-c", 'printf "143?" > "$TEMPLATES_RUN/code"; exit 1'), 1),  # stopped, but not by a signal to us
+        (("sh", "-c", f"{RECORDED % (4, 'false')}; exit 1"), 4),
+        (("sh", "-c", RECORDED % (4, "false")), 0),  # a part of it failed, which it has coped with
+        (("sh", "-c", f"{RECORDED % (143, 'true')}; exit 1"), 1),  # stopped, but not by a signal to us
     ],
 )
 def test_the_exit_code_of_a_command(command, code):

@@ -15,6 +15,7 @@ else.
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -84,16 +85,15 @@ def run(command: list[str]) -> int:
                 _pass_on(seen[0], late)
                 signalled |= late
         _wait_for_checkpoints(folder)
-        noted = Path(folder, "code")
-        code = (
-            noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
-        )
-    # the training wrote that a signal ended it, perhaps the launcher's after another process failed
-    if code.endswith("?"):
-        code = code.removesuffix("?") if seen else "1"
-    if seen and (int(code) == STOPPED or int(code) < 0):
+        code = process.returncode
+        end = Path(folder, "exit.json")
+        if code and end.exists():
+            recorded = json.loads(end.read_text(encoding="utf-8"))
+            # a signal ended it, perhaps the launcher's after another process failed
+            code = 1 if recorded["alone"] and not seen else recorded["exit_code"]
+    if seen and (code == STOPPED or code < 0):
         return 128 + seen[0]
-    return int(code) if int(code) >= 0 else 128 - int(code)
+    return code if code >= 0 else 128 - code
 
 
 def launch() -> None:
@@ -116,7 +116,7 @@ def launch() -> None:
                 "continues from the last checkpoint"
             )
             sys.exit(128 + killed)
-        if not Path(os.environ["TEMPLATES_RUN"], "code").exists():
+        if not Path(os.environ["TEMPLATES_RUN"], "exit.json").exists():
             raise
         sys.exit(1)
 

@@ -70,25 +70,23 @@ def is_of_the_network(error: BaseException | None) -> bool:
     # which `datasets` turns into a ConnectionError
     if "huggingface_hub.OfflineModeIsEnabled" in names:
         return False
-    known = [code for code in codes if isinstance(code, int)]
-    return bool(names & _OF_THE_NETWORK) or any(code in (408, 429) or code >= 500 for code in known)
+    return bool(names & _OF_THE_NETWORK) or any(
+        isinstance(code, int) and (code in (408, 429) or code >= 500) for code in codes
+    )
 
 
 _OF_THE_NETWORK = {
-    *(
-        "builtins.ConnectionError",
-        "builtins.TimeoutError",
-        "socket.gaierror",
-        "httpx.TransportError",
-        "httpx2.TransportError",
-    ),
-    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
-    *(
-        "requests.ConnectionError",
-        "requests.Timeout",
-        "requests.ChunkedEncodingError",
-        "urllib3.HTTPError",
-    ),
+    "builtins.ConnectionError",
+    "builtins.TimeoutError",
+    "socket.gaierror",
+    "httpx.TransportError",
+    "httpx2.TransportError",
+    "aiohttp.ClientConnectionError",
+    "aiohttp.ClientPayloadError",
+    "requests.ConnectionError",
+    "requests.Timeout",
+    "requests.ChunkedEncodingError",
+    "urllib3.HTTPError",
 }
 
 

@@ -69,10 +69,9 @@ def new_folder(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a file, a link or a folder, as far as that can be done."""
+    shutil.rmtree(path, ignore_errors=True)  # refuses links and files
     with contextlib.suppress(OSError):
-        shutil.rmtree(
-            path, ignore_errors=True
-        ) if path.is_dir() and not path.is_symlink() else path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def commit(temporary: Path, folder: Path) -> None:
@@ -89,14 +88,12 @@ def commit(temporary: Path, folder: Path) -> None:
         _fsync(path)
     _fsync(temporary)
     faults.point("save.rename")
+    old = folder.with_name(f".old-{folder.name}")
+    discard(old)
     if folder.exists():  # rename cannot replace a folder that is not empty
-        old = folder.with_name(f".old-{folder.name}")
-        discard(old)
         folder.rename(old)
-        temporary.rename(folder)
-        discard(old)
-    else:
-        temporary.rename(folder)
+    temporary.rename(folder)
+    discard(old)
     faults.point("save.renamed")
     _fsync(folder.parent)
 

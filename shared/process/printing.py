@@ -13,10 +13,9 @@ def quieten_imports() -> None:
     """Keep from the console what imports of libraries print and a user cannot act on. Call before
     them.
     """
-    # how torchao registers its types
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    # a package that is not needed
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # how torchao registers its types; a package that is not needed
+    for name in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # where DeepSpeed is installed; the summary says what a run is on
     alarm = "Setting accelerator to CPU"
     logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())

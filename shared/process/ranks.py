@@ -37,13 +37,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def _quota() -> float:
-    # version 2 of cgroups, and version 1
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with contextlib.suppress(OSError, ValueError):  # there is no such file; it says "max"
-            quota, period = (
-                int(word) for name in names for word in (CGROUP / name).read_text().split()
-            )
-            return quota / period if quota > 0 else math.inf
+    with contextlib.suppress(OSError, ValueError):  # there is no such file; it says "max"
+        quota, period = map(int, (CGROUP / "cpu.max").read_text().split())
+        return quota / period
     return math.inf
 
 
@@ -102,14 +98,13 @@ def data_parallel_size() -> int:
             "cp_size and sp_size are to be 1 in the launch config: no template "
             "cuts sequences over processes"
         )
-    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not env_flag(
-        "ACCELERATE_USE_FSDP"
-    ):
+    readers = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
+    if readers > 1 and not env_flag("ACCELERATE_USE_FSDP"):
         raise ConfigError(
             "dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or "
             "fsdp2_tensor_parallel.yaml"
         )
-    return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
+    return readers
 
 
 PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -9,10 +10,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from shared.process.errors import CleanExit
-from shared.process.ranks import is_main_rank
+from shared.process.errors import CleanExit, first_line
+from shared.process.files import discard, open_regular
+from shared.process.ranks import is_main_rank, rank
+from shared.process.redaction import redact
 
 # Each stops the run after a checkpoint. Ctrl-C sends SIGINT. A closed terminal sends SIGHUP; under
 # nohup, it is ignored.
@@ -20,14 +22,19 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     STOP_SIGNALS.remove(signal.SIGHUP)
 
+# The folder in which `python -m shared run`, if that is used, looks for processes and their end.
+LAUNCHED = os.environ.get("TEMPLATES_RUN")
+
 
 @contextlib.contextmanager
 def clean_exit() -> Iterator[None]:
-    """Turn a `CleanExit` into one line on the console and its exit code."""
+    """Turn a `CleanExit` into one line on the console and its exit code, and record the end for
+    `python -m shared run`, if that is used.
+    """
     try:
         yield
     except CleanExit as end:
-        note_exit_code(end.exit_code, sure=not end.alone)
+        record_end(LAUNCHED, end)
         if end.exit_code == 143 and not end.alone and not is_main_rank():
             time.sleep(1)  # the main rank prints first: the launcher ends all ranks when one ends
         elif not is_main_rank():
@@ -48,42 +55,48 @@ def clean_exit() -> Iterator[None]:
     except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        record_end(LAUNCHED, error)
+        raise
 
 
-def note_exit_code(code: int, *, sure: bool = True) -> None:
-    """Record the exit code for `python -m shared run`, if it is used. The first code of a launch is
-    kept, as the cause.
+def record_end(folder: Path | str | None, error: BaseException | None, step: int = 0) -> None:
+    """Write exit.json into a folder, whole or not at all, unless another rank has: the first cause
+    is the true one.
+
+    Each run's folder gets one, and that of `python -m shared run`. Nothing without a folder.
     """
-    folder = os.environ.get("TEMPLATES_RUN")
-    if folder:
-        with (
-            contextlib.suppress(OSError),
-            open(Path(folder, "code"), "x", encoding="utf-8") as noted,
-        ):
-            noted.write(f"{code}{'' if sure else '?'}")
+    if not folder:
+        return
+    content = {
+        "exit_code": getattr(error, "exit_code", int(error is not None)),
+        "cause": "finished" if error is None else redact(first_line(error)),
+        "step": step,
+        "rank": rank(),
+        "alone": getattr(error, "alone", False),
+    }
+    path = Path(folder, "exit.json")
+    temporary = Path(folder, f".tmp-exit-{rank()}")
+    with contextlib.suppress(OSError):
+        with open_regular(temporary) as file:
+            file.write(json.dumps(content) + "\n")
+        if not path.exists():
+            temporary.rename(path)
+    discard(temporary)
 
 
 def stop_on_signals_before_training() -> None:
     """Let a stop signal end this process at once, with exit code 143, until training sets its own
     handlers.
 
-    Also record for `python -m shared run`, if that is used, that this process trains, and later
-    whether it fails.
+    Also tell `python -m shared run`, if that is used, that this process trains.
     """
     end_with_the_launcher()
     for number in STOP_SIGNALS:
         signal.signal(number, _stop_before_training)
-    folder = os.environ.get("TEMPLATES_RUN")
-    if folder:
+    if LAUNCHED:
         with contextlib.suppress(OSError):
-            Path(folder, str(os.getpid())).write_text(start_of(os.getpid()), encoding="utf-8")
-        before = sys.excepthook
-
-        def noted(*error: Any) -> None:
-            note_exit_code(1)
-            before(*error)
-
-        sys.excepthook = noted
+            Path(LAUNCHED, str(os.getpid())).write_text(start_of(os.getpid()), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -99,10 +112,13 @@ def stop_signals_wait() -> Iterator[None]:
 
 
 def _stop_before_training(number: int, _frame: object) -> None:
-    note_exit_code(143, sure=False)
+    end = CleanExit(f"stopped by {signal.Signals(number).name} before the start")
+    end.exit_code = 143
+    end.alone = True
+    record_end(LAUNCHED, end)
     if is_main_rank():
         with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print
-            os.write(2, f"stopped by {signal.Signals(number).name} before the start\n".encode())
+            os.write(2, f"{end}\n".encode())
     os._exit(143)
 
 

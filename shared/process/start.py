@@ -27,13 +27,14 @@ def require_shared_beside(script: Path) -> None:
     script.
     """
     used = Path(__file__).resolve().parents[2]
-    near = script.resolve().parents[:2]
-    roots = [root for root in near if (root / "shared/config/parse.py").is_file()]
-    if roots and roots[0] != used:
-        raise ConfigError(
-            f"{script} would run with {used}/shared: put "
-            f"PYTHONPATH={shlex.quote(str(roots[0]))} before the command"
-        )
+    for root in script.resolve().parents[:2]:
+        if root == used:
+            return
+        if (root / "shared/config/parse.py").is_file():
+            raise ConfigError(
+                f"{script} would run with {used}/shared: put "
+                f"PYTHONPATH={shlex.quote(str(root))} before the command"
+            )
 
 
 def keep_compiled() -> None:

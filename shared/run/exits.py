@@ -5,7 +5,6 @@ run's folder.
 import atexit
 import contextlib
 import errno
-import json
 import os
 import re
 import shlex
@@ -21,10 +20,8 @@ import torch.distributed as dist
 
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
-from shared.process.files import open_regular
 from shared.process.printing import keep_notes, print_main, release_notes
-from shared.process.redaction import redact
-from shared.process.signals import STOP_SIGNALS, clean_exit
+from shared.process.signals import STOP_SIGNALS, clean_exit, record_end
 
 C = TypeVar("C")
 
@@ -118,13 +115,14 @@ def run(main: Callable[[C], None], config: C) -> None:
                 print_main(str(done))
             except BaseException as error:
                 end = _as_clean_exit(error, config)
-                _report(end or error)
+                record_end(_folder, end or error, _step)
                 if end is None or end is error:
                     raise
                 raise end from error
             finally:
                 release_notes()
-        _report(None)
+        if ranks.is_main_rank():
+            record_end(_folder, None, _step)
     except BaseException as error:
         if ranks.world_size() == 1:
             raise
@@ -212,40 +210,12 @@ def report_end_in(folder: Path) -> None:
     """From now on, say in this folder's exit.json how the run ends. Every rank calls this."""
     global _folder
     _folder = folder
-    if ranks.is_main_rank():
-        (folder / "exit.json").unlink(missing_ok=True)
 
 
 def at_step(step: int) -> None:
     """Note how many optimizer steps are done, for exit.json and for the last message."""
     global _step
     _step = step
-
-
-def _report(error: BaseException | None) -> None:
-    """Write exit.json, whole or not at all, unless another rank has: the first cause is the true
-    one.
-    """
-    if _folder is None or (error is None and not ranks.is_main_rank()):
-        return
-    code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
-    cause = "finished" if error is None else redact(first_line(error))
-    content = {
-        "exit_code": code,
-        "cause": cause,
-        "step": _step,
-        "rank": ranks.rank(),
-        "time": time.time(),
-    }
-    path = _folder / "exit.json"
-    temporary = _folder / f".tmp-exit-{ranks.rank()}"
-    with contextlib.suppress(OSError):
-        with open_regular(temporary) as file:
-            file.write(json.dumps(content) + "\n")
-        if not path.exists():
-            temporary.rename(path)
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
 
 
 def stop_at_once(*_: object) -> None:

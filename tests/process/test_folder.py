@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from shared.process import files
 from shared.process.errors import CleanExit
 from shared.process.files import whole_folder
+from shared.process.signals import record_end
 from shared.run import exits, folder
 from shared.run.folder import _tidy, open_run
 from tests.conftest import ROOT, slow
@@ -94,10 +95,9 @@ def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_pa
 def test_the_first_cause_stays(monkeypatch, tmp_path, links):
     if not links:
         monkeypatch.setattr(os, "link", fails(os.link, errno.EPERM, of_folders=False))
-    monkeypatch.setattr(exits, "_folder", tmp_path)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        exits._report(CleanExit(f"of rank {rank}"))
+        record_end(tmp_path, CleanExit(f"of rank {rank}"))
     assert json.loads((tmp_path / "exit.json").read_text())["cause"] == "of rank 1"
     assert [p.name for p in tmp_path.iterdir()] == ["exit.json"]
 
