@@ -26,12 +26,12 @@ from shared.config.options import (
     FullOptimConfig,
     FullSpeedConfig,
     LogConfig,
-    SyncConfig,
 )
 from shared.config.types import Count, Free
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
+from shared.training.options import SyncConfig
 
 DEMO_STEPS = 80  # about two minutes on two CPU cores
 

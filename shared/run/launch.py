@@ -200,16 +200,11 @@ def strategy(accelerator: Accelerator) -> str:
     elif kind == DistributedType.DEEPSPEED:
         spread = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} x {count}"
     elif sizes is not None and sizes.total_size > 1:
-        parts = {
-            "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}"
-            if sizes.dp_replicate_size > 1
-            else "",
-            "FSDP2": str(sizes.dp_shard_size)
-            if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1
-            else "",
-            "TP": str(sizes.tp_size) if sizes.tp_size > 1 else "",
-        }
-        spread = " x ".join(f"{name} {size}" for name, size in parts.items() if size)
+        copies = sizes.dp_replicate_size
+        shards = sizes.dp_shard_size
+        sharded = f"HSDP {copies} x {shards}" if copies > 1 else f"FSDP2 {shards}" * (shards > 1)
+        cut = f"TP {sizes.tp_size}" * (sizes.tp_size > 1)
+        spread = " x ".join(filter(None, (sharded, cut)))
     else:
         spread = f"{'FSDP2' if kind == DistributedType.FSDP else 'DDP'} x {count}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
@@ -432,13 +427,6 @@ def quieten_libraries() -> None:
     )
     for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings(
-        "ignore",
-        category=UserWarning,
-        module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b",
-    )
-    warnings.filterwarnings(
-        "ignore",
-        category=FutureWarning,
-        module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b",
-    )
+    libraries = r"(torch|accelerate|transformers|peft|bitsandbytes)\b"
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=libraries)

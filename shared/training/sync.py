@@ -14,12 +14,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
-from shared.config.options import OptimConfig, SyncConfig
+from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers
 from shared.parallel import sharding
 from shared.parallel.gradients import local_part
 from shared.parallel.strategy import Strategy
 from shared.process.errors import ConfigError
+from shared.training.options import SyncConfig
 
 
 @dataclass

@@ -204,7 +204,7 @@ import copy, os, torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from shared.config.options import SyncConfig
+from shared.training.options import SyncConfig
 from shared.training.sync import Replicas
 
 accelerator = Accelerator()
