@@ -17,7 +17,7 @@ from tools.new import closure
 FOLDERS = {
     "answers": 1_200,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
-    "config": 3_800,
+    "config": 3_700,
     "data": 19_500,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
     "evaluation": 3_200,
@@ -25,7 +25,7 @@ FOLDERS = {
     "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
     "parallel": 5_400,
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
-    "run": 21_900,
+    "run": 22_000,
     "text": 23_000,
     "training": 6_400,
 }

@@ -214,10 +214,6 @@ def parse_or_exit(config_class: type[T]) -> T:
         start.require_shared_beside(Path(getattr(script, "__file__", None) or __file__))
         config = parse(config_class, description=about)
     start.keep_compiled()
-    folder = flatten(config).get("output_dir")
-    if folder and is_main_rank():
-        with contextlib.suppress(OSError):
-            Path(folder, "exit.json").unlink(missing_ok=True)  # from an earlier run
     return config
 
 

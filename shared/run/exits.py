@@ -13,17 +13,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
+from shared.process.files import discard
 from shared.process.printing import keep_notes, print_main, release_notes
 from shared.process.signals import STOP_SIGNALS, clean_exit, record_end
-
-C = TypeVar("C")
 
 _folder: Path | None = None
 _step = 0
@@ -96,7 +95,7 @@ class OutOfMemory(CleanExit):
         )
 
 
-def run(main: Callable[[C], None], config: C) -> None:
+def run(main: Callable[[Any], None], config: Any) -> None:
     """Call `main(config)` and end with one line and the exit code that names the cause. Every rank
     calls this.
 
@@ -106,6 +105,9 @@ def run(main: Callable[[C], None], config: C) -> None:
     code is in exit.json, too, which is missing where the run was killed.
     """
     code = 0
+    output_dir: Path | None = config.checkpoint.output_dir
+    if output_dir is not None and ranks.is_main_rank():
+        discard(output_dir / "exit.json")  # of an earlier run
     try:
         with clean_exit():
             keep_notes()

@@ -105,13 +105,14 @@ def test_the_first_cause_stays(monkeypatch, tmp_path, links):
 FULL = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from shared.run import exits
 
 def main(_config):
     exits.report_end_in(Path(sys.argv[1]))
     Path(sys.argv[1], "checkpoint").write_text("more than there is room for")
 
-exits.run(main, None)
+exits.run(main, SimpleNamespace(checkpoint=SimpleNamespace(output_dir=Path(sys.argv[1]))))
 """
 
 
