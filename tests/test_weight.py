@@ -23,11 +23,11 @@ FOLDERS = {
     "evaluation": 3_200,
     "images": 9_900,
     "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
-    "parallel": 5_400,
+    "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
     "run": 22_000,
     "text": 23_000,
-    "training": 6_400,
+    "training": 6_400,  # flags of replicas came from config
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers.
 TEMPLATES = {
@@ -35,7 +35,7 @@ TEMPLATES = {
     "full_finetune": 87_000,
     "image_classification": 79_900,
     "lora_finetune": 90_600,
-    "pretrain": 83_800,
+    "pretrain": 84_000,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 76_700,
     "text_classification": 85_500,
 }

@@ -41,8 +41,8 @@ def class_of(config: Any) -> Any:
     writes text.
     """
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    writes_text = isinstance(named, type) and issubclass(named, GenerationMixin)
-    return named if writes_text and not config.is_encoder_decoder else AutoModelForCausalLM
+    writes = isinstance(named, type) and issubclass(named, GenerationMixin)
+    return named if writes and not config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def load_causal_lm(
