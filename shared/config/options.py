@@ -147,14 +147,11 @@ class OptimConfig:
 
     def describe(self) -> str:
         """A line of the summary."""
-        long = (
-            f"{self.warmup_steps:,} steps"
-            if self.warmup_steps >= 1
-            else f"{self.warmup_steps:.0%} of the run"
-        )
-        warmup = f"after a warm-up of {long}" if self.warmup_steps else "without warm-up"
-        line = f"{self.optim}, {self.lr_scheduler_type} from {self.peak:g} {warmup}"
-        return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
+        steps = self.warmup_steps
+        warmup = f"{steps:,} steps" if steps >= 1 else f"{steps:.0%} of the run"
+        decay = f", layer_decay {self.layer_decay:g}" * (self.layer_decay < 1)
+        line = f"{self.optim}, {self.lr_scheduler_type} from {self.peak:g}, warm-up {warmup}"
+        return line + decay
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,11 @@ def new_folder(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a file, a link or a folder, as far as that can be done."""
-    shutil.rmtree(path, ignore_errors=True)  # refuses links and files
     with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+        if path.is_dir() and not path.is_symlink():  # rmtree would wait for a pipe
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def commit(temporary: Path, folder: Path) -> None:
@@ -147,9 +149,9 @@ def digest(path: Path) -> dict[str, Any]:
     neither stops a forger.
     """
     with path.open("rb") as file:
-        made: Any = xxhash.xxh3_128
+        checksum = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
         return {
-            "xxh3_128": hashlib.file_digest(file, made).hexdigest(),
+            "xxh3_128": checksum.hexdigest(),
             "size": path.stat().st_size,
         }
 
@@ -181,4 +183,4 @@ def cache_dir() -> Path:
     ~/.cache.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
+    return Path(os.environ.get("TEMPLATES_CACHE") or f"{base}/accelerate-templates")
