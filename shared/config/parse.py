@@ -191,8 +191,8 @@ def _nested(changes: dict[str, Any], known: dict[str, Flag], base: Any) -> dict[
     by_group: dict[str, dict[str, Any]] = {"": {}}
     for name, value in changes.items():
         by_group.setdefault(known[name].group, {})[name] = value
-    own = by_group.pop("")
-    return own | {
+    ungrouped = by_group.pop("")
+    return ungrouped | {
         group: dataclasses.replace(getattr(base, group), **values)
         for group, values in by_group.items()
     }
@@ -241,20 +241,20 @@ def parse(
     if {"-h", "--help"}.intersection(tokens):
         _print_help(config_class, description)
     known = flags(config_class)
-    given = _read_command_line(tokens, known)
+    typed = _read_command_line(tokens, known)
     in_file: dict[str, list[str]] = {}
     places: dict[str, str] = {}
-    if paths := given.pop("config", None):
+    if paths := typed.pop("config", None):
         in_file, places = _read_yaml(Path(paths[-1]).expanduser(), known, only_known)
     # another budget of the command line replaces that of the file, too
-    replaced = BUDGETS if BUDGETS & given.keys() else set()
-    texts = {key: texts for key, texts in in_file.items() if key not in replaced} | given
+    replaced = BUDGETS if BUDGETS & typed.keys() else set()
+    kept = {key: texts for key, texts in in_file.items() if key not in replaced}
     try:
-        values = {key: known[key].value(texts) for key, texts in texts.items()}
+        values = {key: known[key].value(texts) for key, texts in (kept | typed).items()}
         return config_class(**_nested(values, known, config_class))
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
-        if flag and flag[1] in places.keys() - given.keys():
+        if flag and flag[1] in places.keys() - typed.keys():
             raise ConfigError(f"{places[flag[1]]}: {error}") from None
         raise
 
@@ -274,15 +274,15 @@ def _print_help(config_class: type, description: str | None) -> None:
 
 def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[str, list[str]]:
     """The given values of each field, as text. A switch without a value is on."""
-    given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     unknown: list[str] = []
     switches = {name for name, flag in known.items() if flag.is_switch}
     key = ""
     for token in tokens:
         if not token.startswith("--"):
-            if not given:
+            if not values:
                 raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
-            given[key].append(token)
+            values[key].append(token)
             continue
         flag, equals, text = token.partition("=")
         key = flag[2:].replace("-", "_")
@@ -292,18 +292,18 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
             texts = ["false", *texts]
         if key not in known and key != "config":
             unknown.append(f"{flag}{_suggest(key, known, '--')}")
-        elif key in given and (key == "config" or ... in known[key].parts):
+        elif key in values and (key == "config" or ... in known[key].parts):
             raise ConfigError(f"{flag} is given twice: give all of its values after one")
-        given[key] = texts
+        values[key] = texts
     if unknown:
         plural = "s" * (len(unknown) > 1)
         more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
         more *= any(": " not in flag for flag in unknown)
         raise ConfigError(f"unknown flag{plural} {'; '.join(unknown)}; --help lists all{more}")
-    for key, texts in given.items():
+    for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo
             raise ConfigError(f"--{key} needs a value")
-    return {key: texts or ["true"] for key, texts in given.items()}
+    return {key: texts or ["true"] for key, texts in values.items()}
 
 
 def _read_yaml(
@@ -323,7 +323,7 @@ def _read_yaml(
         raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected 'key: value' lines")
-    given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     places: dict[str, str] = {}
     unknown: list[str] = []
     for name, node in root.value if root else ():
@@ -332,7 +332,7 @@ def _read_yaml(
         if key not in known:
             unknown.append(f"{place}: unknown key {key!r}{_suggest(key, known)}")
             continue
-        if key in given:
+        if key in values:
             raise ConfigError(f"{place}: the key {key!r} is there twice")
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not all(isinstance(item, yaml.ScalarNode) for item in items):
@@ -340,13 +340,13 @@ def _read_yaml(
                 f"{place}: {key}: expected a value or a list of values; keys "
                 "are flat, as the flags are"
             )
-        given[key] = [item.value for item in items]
+        values[key] = [item.value for item in items]
         if node.tag.endswith(":null"):
-            given[key] = ["None" if type(None) in known[key].parts else ""]
+            values[key] = ["None" if type(None) in known[key].parts else ""]
         places[key] = place
     if unknown and not only_known:
         raise ConfigError("; ".join(unknown))
-    return given, places
+    return values, places
 
 
 def _suggest(key: str, known: dict[str, Flag], prefix: str = "") -> str:
