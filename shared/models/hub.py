@@ -124,6 +124,17 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     return model
 
 
+def file_of(name: str | Path, file: str) -> str | None:
+    """The path of a checkpoint's file, in its folder or in the Hub's cache; None if it has none."""
+    from transformers.utils import cached_file
+
+    missing = {
+        f"_raise_exceptions_for_{what}": False
+        for what in ("missing_entries", "gated_repo", "connection_errors")
+    }
+    return cached_file(str(name), file, **missing)
+
+
 def attention_option(attn_implementation: str) -> dict[str, str]:
     """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then
     takes what works.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +15,8 @@ from shared import demo
 from shared.data import prepared, records
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split, Store, prepare
-from shared.models.hub import from_hub
+from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
+from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 from shared.process.ranks import is_main_rank
@@ -42,6 +39,7 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.docstring_chats,
 )
+DEFAULT = "the default chat template (### User / ### Assistant)"
 WARNINGS = {  # what an encoder notes: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": (
@@ -58,30 +56,6 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with its own chat template, or else the one in the files of the
-    model's processor.
-    """
-    from transformers import AutoTokenizer
-    from transformers.utils import cached_file
-
-    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
-    for file in ("chat_template.json", "processor_config.json"):
-        if tokenizer.chat_template:
-            break
-        missing = ("missing_entries", "gated_repo", "connection_errors")
-        path = cached_file(
-            name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing}
-        )
-        template = (
-            json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
-            if path
-            else None
-        )
-        tokenizer.chat_template = template if isinstance(template, str) else None
-    return tokenizer
 
 
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
@@ -134,13 +108,9 @@ class ToSamples:
         self.allowed = config.allow_unused_columns
 
     def identity(self) -> Any:
-        tokenizer = self.encoder.tokenizer
-        serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
         return {
             "code": prepared.source_of(*self.code),
-            "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
-            "template": str(tokenizer.chat_template),
-            "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+            "tokenizer": identity_of(self.encoder.tokenizer),
             "samples": [self.seq_length, self.encoder.loss_on, self.allowed],
         }
 
@@ -236,7 +206,7 @@ class Conversations(Split):
         numbers: see `Split`.
         end: the token that most learned turns end with, if there is one.
         own_template: whether the chat template is not the default one.
-        how_held_out: of each store, how the samples to validate on were chosen, for people.
+        validated_on: how the samples to validate on were chosen, for people.
     """
 
     def __init__(
@@ -246,12 +216,12 @@ class Conversations(Split):
         *,
         end: int | None,
         own_template: bool,
-        how_held_out: Sequence[str],
+        validated_on: str,
     ) -> None:
         super().__init__(stores, numbers)
         self.end = end
         self.own_template = own_template
-        self.how_held_out = how_held_out
+        self.validated_on = validated_on
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -309,60 +279,61 @@ def open_samples(
         ConfigError: wrong input, with its place, or no sample with anything to learn.
     """
     encode = kind(tokenizer, config)
-    trained: dict[str, Store] = {}
-    held_out: dict[str, Store] = {}
-    numbers: list[np.ndarray] = []
-    held_out_numbers: list[np.ndarray] = []
-    how_held_out = []
-    for name, of_source in config.sources().items():
-        train, validation = records.open_sources(of_source, demo=encode.demo)
-        store = trained[name] = _prepare(train, encode, config, config.max_train_samples)
-        if validation is None:
-            chosen, how = _hold_out(store["first"], config.validation_split_percentage)
-            if chosen.all():
-                raise ConfigError(
-                    f"{train.name}: a single sample cannot be split; give --validation_file"
-                )
-            held_out[name] = store
-            held_out_numbers.append(np.flatnonzero(chosen))
-            numbers.append(np.flatnonzero(~chosen))
-        else:
-            others = _prepare(validation, encode, config, None)
-            how = f"{len(others):,} of {validation.name}"
-            if not (held_out and config.validation_file):  # which is the same for all sources
-                held_out[name] = others
-                held_out_numbers.append(np.arange(len(others)))
-            numbers.append(np.arange(len(store)))
-        how_held_out.append(how)
-    ends = Notes()
-    for store in trained.values():
-        ends.update(store.notes)
-    by_count = ends.named("end ")
-    end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
-    own_template = encode.encoder.has_own_template
-    splits = [
-        Conversations(stores, chosen, end=end, own_template=own_template, how_held_out=how_held_out)
-        for stores, chosen in ((trained, numbers), (held_out, held_out_numbers))
-    ]
-    if is_main_rank():
-        _warn_of_copies(*splits)
-    return splits[0], splits[1]
-
-
-def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: int | None) -> Store:
-    store = prepare(
-        encode.kind, source, encode, limit=limit, processes=config.preprocessing_num_workers
+    trained, held_out = prepare_sources(
+        config,
+        encode,
+        limit=config.max_train_samples,
+        processes=config.preprocessing_num_workers,
     )
+    for store in (*trained.values(), *held_out.values()):
+        _check(store, config)
+    percent = config.validation_split_percentage
+    if held_out:
+        numbers = [np.arange(len(store)) for store in trained.values()]
+        validated = [np.arange(len(store)) for store in held_out.values()]
+        how = [f"{len(store):,} of {store.source}" for store in held_out.values()]
+    else:
+        held_out = trained
+        splits = [_hold_out(store["first"], percent) for store in trained.values()]
+        numbers = [np.flatnonzero(~chosen) for chosen, _ in splits]
+        validated = [np.flatnonzero(chosen) for chosen, _ in splits]
+        how = [stated for _, stated in splits]
+    for store, left in zip(trained.values(), numbers, strict=True):
+        if not len(left):
+            raise ConfigError(
+                f"{store.source}: a single sample cannot be split; give --validation_file"
+            )
+    notes = Notes()
+    for store in trained.values():
+        notes.update(store.notes)
+    by_count = notes.named("end ")
+    end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
+    train, validation = (
+        Conversations(
+            stores,
+            chosen,
+            end=end,
+            own_template=encode.encoder.has_own_template,
+            validated_on=" and ".join(how),
+        )
+        for stores, chosen in ((trained, numbers), (held_out, validated))
+    )
+    if is_main_rank():
+        _warn_of_copies(train, validation)
+    return train, validation
+
+
+def _check(store: Store, config: SamplesConfig) -> None:
+    """Refuse a source without anything to learn, and say what is worth a look in it."""
     counts = store.notes.counts
     if not len(store):
         raise ConfigError(
-            f"{source.name}: none of its {counts['read']} samples has a token to learn within "
+            f"{store.source}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
-    for what, said in WARNINGS.items():
+    for what, warning in WARNINGS.items():
         if counts[what]:
-            note(f"warning: {counts[what]:,} {said}; the first is {store.notes.first[what]}")
-    return store
+            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
 
 
 def _warn_of_copies(train: Conversations, held_out: Conversations) -> None:
@@ -378,17 +349,13 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
     counts.
     """
     parts = []
-    for place, (store, held_out) in enumerate(
-        zip(samples.stores, samples.how_held_out, strict=True)
-    ):
+    for store, start, stop in zip(samples.stores, samples.starts, samples.starts[1:], strict=False):
         counts = store.notes.counts
         forms = store.notes.named("form ")
         template = ""
-        of_source = slice(samples.starts[place], samples.starts[place + 1])
-        lengths = samples.lengths[of_source]
+        lengths = samples.lengths[start:stop]
         if forms.keys() - {"prompt and completion", "plain text"}:
-            default = "the default chat template (### User / ### Assistant)"
-            template = ", the model's chat template" if samples.own_template else f", {default}"
+            template = ", the model's chat template" if samples.own_template else f", {DEFAULT}"
         elif "prompt and completion" in forms:
             template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
@@ -397,11 +364,10 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
             f"{config.seq_length} tokens, {counts['dropped']:,} dropped because no answer is left; "
             f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
             f"{lengths.mean():.0f}), "
-            f"the loss counts {samples.targets[of_source].sum() / lengths.sum():.0%} of them; to "
-            f"validate on: {held_out}"
+            f"the loss counts {samples.targets[start:stop].sum() / lengths.sum():.0%} of them"
             f"{records.not_used(store.notes.named('unused '))}"
         )
-    return "; ".join(parts)
+    return f"{'; '.join(parts)}; to validate on: {samples.validated_on}"
 
 
 def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:

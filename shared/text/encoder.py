@@ -16,7 +16,7 @@ import numpy as np
 
 from shared.data.store import Notes
 from shared.demo import DEFAULT_TEMPLATE
-from shared.models.tokenizers import leading_bos
+from shared.models.tokenizers import end_of_text, leading_bos
 from shared.process.errors import ConfigError
 from shared.text.forms import Example, Messages, with_arguments
 from shared.text.special import Special
@@ -43,16 +43,10 @@ class Encoder:
         loss_on: assistant, completion or all.
 
     Raises:
-        ConfigError: the tokenizer is a slow one or has no end-of-text token.
+        ConfigError: the tokenizer has no end-of-text token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                "the tokenizer is a slow one, which cannot tell where its tokens stand in the text"
-            )
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer = tokenizer
         self.loss_on = loss_on
         self.bos = leading_bos(tokenizer)
@@ -68,7 +62,7 @@ class Encoder:
         self._pattern = special.pattern
         # whether the template writes content that is a list of parts, and not text
         self.takes_parts = False
-        self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
+        self.ends = {end_of_text(tokenizer)}  # and what the chat template writes after an answer
         turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
         for as_parts in (False, True):
             with contextlib.suppress(Exception):  # a template may refuse these turns

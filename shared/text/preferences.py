@@ -281,12 +281,7 @@ def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     (store,) = train.samples.stores
     counts = store.notes.counts
     forms = ", ".join(store.notes.named("form "))
-    own_template = train.samples.own_template
-    template = (
-        ""
-        if own_template
-        else ", the default chat template for messages (### User / ### Assistant)"
-    )
+    template = "" if train.samples.own_template else f", {chat.DEFAULT}"
     return (
         f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, "
         f"{counts['cut']:,} cut to "

@@ -24,6 +24,7 @@ from shared.config.options import BatchConfig
 from shared.data import prepared, remote, store
 from shared.data.loader import Share
 from shared.data.records import Cursor, open_sources
+from shared.data.store import prepare_sources
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
@@ -170,7 +171,7 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
     def prepare(url):
         server.sent = 0
         config = CorpusConfig(train_file=(url,), preprocessing_num_workers=1)
-        return corpus.prepare_sources(config, encode)[0]
+        return prepare_sources(config, encode)[0][""]
 
     first = prepare(url)
     assert server.sent == len(ROWS)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
-from shared.text import chat, preferences
+from shared.text import preferences
 from shared.text.options import PreferenceConfig
 from tests.conftest import Run, run, run_here, sentence, slow
 from tests.plain_loop import padded_chats
@@ -216,7 +217,7 @@ def pairs_of(records, tokenizer, tmp_path, **options):
 
 
 def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys):
-    tokenizer = chat.load_tokenizer(str(tiny_model))
+    tokenizer = load_tokenizer(str(tiny_model))
     names = {"user": "human", "assistant": "gpt"}
     text = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
 

@@ -11,6 +11,7 @@ import yaml
 
 from shared.data import audit
 from shared.data.store import Store
+from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from tests.conftest import ROOT, Run, paint, run, run_here, sentence
@@ -93,7 +94,7 @@ def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, 
 
     run_here("pretrain", *flags, "--vocab_size", 320, "--output_dir", tmp_path / "trained", "--max_steps", 1)
     (trained,) = (tmp_path / "cache" / "tokenizers").iterdir()  # one, on the text of both
-    assert len(corpus.load_tokenizer(trained)) == 320
+    assert len(load_tokenizer(trained / "tokenizer")) == 320
     (final,) = (tmp_path / "trained" / "final").glob("tokenizer.json")
     assert json.loads(final.read_text())["model"] == json.loads((trained / "tokenizer/tokenizer.json").read_text())["model"]
 
