@@ -58,6 +58,9 @@ class Config:
     neftune_noise_alpha: PositiveOrZero = 0.0
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
+    # Number of validation prompts that the model answers at each evaluation, to score the answers;
+    # 0: none
+    eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
@@ -82,6 +85,8 @@ if __name__ == "__main__":
 
 from torch import nn
 
+from shared.answers.answers import log_answers
+from shared.answers.scores import exact_match, token_f1
 from shared.models import attention
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
@@ -92,9 +97,9 @@ from shared.models.neftune import noisy_embeddings
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
 from shared.run import exits
-from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.text.packing import Packed
 from shared.training import defaults, optim
@@ -114,20 +119,35 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     return model.train()  # from_pretrained leaves dropout off
 
 
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+
+    Args:
+        record: the texts `prompt` and `reference`, and the columns of the data that are not
+            learned.
+    """
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }
+
+
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the
-    end, answers to some.
+    """Log the loss per target token and the perplexity of the validation samples, and the scores of
+    answers to some.
     """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
-        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        log_answers(run, model, data.held_out, tokenizer)
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:
-    run = Run(config, "full_finetune")
+    setup = Setup(config, "full_finetune")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
@@ -135,32 +155,35 @@ def main(config: Config) -> None:
     flops = flops_per_token(model, train.context)
 
     width = defaults.width(model)
-    config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
+    config = setup.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
-    data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
+    config = setup.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
-    # the newest checkpoint, if there is one
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)
-    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
+    whole = setup.accelerator.unwrap_model(model)
     about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters"}
     about |= {
         "weights": WEIGHTS[config.weights_dtype],
-        "attention": attention.describe(run.unwrap(model)),
+        "attention": attention.describe(whole),
         "packing": packing,
         "loss": head,
+        "trained": f"{trained:,} parameters ({trained / parameters:.2%})",
     }
-    run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train, fingerprint=data.fingerprint, total_steps=steps, flops=flops, **about
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)
-    whole = run.unwrap(model)
     for step in run.steps():
         for batch in step.micro_batches():
             with noisy_embeddings(whole, batch, config.neftune_noise_alpha):

@@ -44,6 +44,9 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
+    # Number of validation prompts that the model answers at each evaluation, to score the answers;
+    # 0: none
+    eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
@@ -65,6 +68,8 @@ if __name__ == "__main__":
 
 from torch import nn
 
+from shared.answers.answers import log_answers
+from shared.answers.scores import exact_match, token_f1
 from shared.models import adapters, attention, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
@@ -72,20 +77,20 @@ from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
-from shared.run.answers import log_answers
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.text.packing import Packed
 from shared.training import defaults, optim
 
 
-def build_model(run: Run, tokenizer: Any, train: chat.Conversations) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
-    config = run.config
+    config = setup.config
     base = adapters.load_base(
-        config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device
+        config.model_name_or_path, config.adapter, config.speed, setup.accelerator, setup.device
     )
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
@@ -94,51 +99,74 @@ def build_model(run: Run, tokenizer: Any, train: chat.Conversations) -> nn.Modul
     return model
 
 
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+
+    Args:
+        record: the texts `prompt` and `reference`, and the columns of the data that are not
+            learned.
+    """
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }
+
+
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the
-    end, answers to some.
+    """Log the loss per target token and the perplexity of the validation samples, and the scores of
+    answers to some.
     """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
-        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        log_answers(run, model, data.held_out, tokenizer)
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:
-    run = Run(config, "lora_finetune")
+    setup = Setup(config, "lora_finetune")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(run, tokenizer, train)
+    model = build_model(setup, tokenizer, train)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)
     carriers = targets.describe(model)
 
     width = defaults.width(model)
-    config = run.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
+    config = setup.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
-    data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
+    config = setup.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
-    makes = "merged" if config.adapter.merge_adapter else "final"
-    # the newest checkpoint
-    run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)
-    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {parameters:,} parameters",
         "adapters": carriers,
     }
-    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
-    run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+    whole = setup.accelerator.unwrap_model(model)
+    about |= {"attention": attention.describe(whole), "packing": packing, "loss": head}
+    about["trained"] = f"{trained:,} parameters ({trained / parameters:.2%})"
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train,
+        fingerprint=data.fingerprint,
+        total_steps=steps,
+        makes="merged" if config.adapter.merge_adapter else "final",
+        flops=flops,
+        **about,
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)
