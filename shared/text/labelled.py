@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from shared.data.labels import LabelledData, Labels, problem_type_of, read_label
 from shared.data.order import Batch, Row
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
-from shared.models import tokenizers
+from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
 from shared.text.special import Special, read_as_text
@@ -33,19 +32,6 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.functions_of_packages,
 )
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads on the right. One without a padding token pads with its
-    end-of-text token.
-
-    Strings of special tokens in a text are text, also where the tokenizer is saved with a model.
-    """
-    tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(name, split_special_tokens=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    return tokenizer
 
 
 # The text, or both; its label; and what is kept of the record: its place, and the rest
@@ -144,7 +130,7 @@ class EncodeTexts:
     def identity(self) -> Any:
         return {
             "code": prepared.source_of("text/labelled.py", "text/special.py"),
-            "tokenizer": tokenizers.identity_of(self.tokenizer),
+            "tokenizer": identity_of(self.tokenizer),
             "seq_length": self.seq_length,
             "columns": self.columns,
         }
@@ -231,22 +217,28 @@ class EncodeTexts:
 def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> LabelledData:
     """Prepare the data, or each source of a mixture, and split them. Every rank calls this.
 
+    Args:
+        tokenizer: pads on the right from now on, with its end-of-text token if it has no other.
+
     Raises:
         ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
     """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
     encode = EncodeTexts(config, tokenizer)
     processes = config.preprocessing_num_workers
     trained, given = prepare_sources(config, encode, processes=processes)
     source = ", ".join(store.source for store in trained.values())
     stores = [*trained.values(), *given.values()]
-    bounds = np.cumsum([0, *map(len, stores)])
+    starts = np.cumsum([0, *map(len, stores)])
     raw = [label for store in stores for label in store.lines("label")]
 
     def where(number: int) -> str:
-        of = int(np.searchsorted(bounds, number, side="right")) - 1
-        return stores[of].line("record", number - int(bounds[of]))["where"]
+        of = int(np.searchsorted(starts, number, side="right")) - 1
+        return stores[of].line("record", number - int(starts[of]))["where"]
 
-    first_given = int(bounds[len(trained)])
+    first_given = int(starts[len(trained)])
     problem_type = config.problem_type or problem_type_of(raw)
     labels = read_labels(raw, problem_type, where, trained=first_given)
     warn_of_joined(set(labels.classes), labels.problem_type)
@@ -257,18 +249,19 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     if not held_out.any():
         raise ConfigError(f"{source}: no text to validate on")
 
-    def texts(of: Mapping[str, Store], first: int, chosen: np.ndarray) -> Texts:
-        """Of the `chosen` texts, those of these stores, of which one is number `first`."""
-        ranges = [*pairwise(bounds[first : first + len(of) + 1])]
-        parts = [chosen[(start <= chosen) & (chosen < stop)] for start, stop in ranges]
-        numbers = [part - start for part, (start, _) in zip(parts, ranges, strict=True)]
-        return Texts(of, numbers, labels.take(np.concatenate(parts)), tokenizer)
+    def texts(of: Mapping[str, Store], starts: np.ndarray, chosen: np.ndarray) -> Texts:
+        """The texts of some stores that are `chosen`, [texts] bool over all stores."""
+        numbers = []
+        for store, start in zip(of.values(), starts, strict=False):
+            in_store = np.flatnonzero(chosen[start : start + len(store)])
+            if chosen is held_out:  # batches of similar lengths
+                in_store = in_store[np.argsort(-store.lengths[in_store], kind="stable")]
+            numbers.append(in_store)
+        in_all = [start + part for start, part in zip(starts, numbers, strict=False)]
+        return Texts(of, numbers, labels.take(np.concatenate(in_all)), tokenizer)
 
-    # batches of similar lengths
-    by_length = np.argsort(-np.concatenate([store.lengths for store in stores]), kind="stable")
-    train = texts(trained, 0, np.flatnonzero(~held_out))
-    first = len(trained) if given else 0
-    validation = texts(given or trained, first, by_length[held_out[by_length]])
+    train = texts(trained, starts, ~held_out)
+    validation = texts(given or trained, starts[len(trained) :] if given else starts, held_out)
     identity = prepared.fingerprint(
         train=train.fingerprint,
         validation=validation.fingerprint,
