@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from shared.process.printing import note
-from shared.process.ranks import is_main_rank
 from shared.text.encoder import Encoder
 from shared.text.forms import (
     parse_json_messages,
@@ -324,8 +325,11 @@ def open_samples(
         )
         for stores, chosen in ((trained, numbers), (held_out, validated))
     )
-    if is_main_rank():
-        _warn_of_copies(train, validation)
+    if copies := _count_copies(train, validation):
+        note(
+            f"warning: {copies:,} of the {len(validation):,} texts to validate on are "
+            "trained on, too, word for word"
+        )
     return train, validation
 
 
@@ -342,12 +346,18 @@ def _check(store: Store, config: SamplesConfig) -> None:
             note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
 
 
-def _warn_of_copies(train: Conversations, held_out: Conversations) -> None:
-    if copies := int(np.isin(held_out.column("checksum"), train.column("checksum")).sum()):
-        note(
-            f"warning: {copies:,} of the {len(held_out):,} texts to validate on are "
-            "trained on, too, word for word"
-        )
+def _count_copies(train: Conversations, held_out: Conversations) -> int:
+    """Samples to validate on that are trained on, too, word for word. Counted once: it takes a
+    second for a million samples.
+    """
+    key = prepared.fingerprint(train=train.fingerprint, held_out=held_out.fingerprint)
+
+    def build(folder: Path) -> None:
+        is_copy = np.isin(held_out.column("checksum"), train.column("checksum"))
+        (folder / "copies").write_text(str(is_copy.sum()))
+
+    folder = prepared.build_once(cache_dir() / "copies" / key, build)
+    return int((folder / "copies").read_text())
 
 
 def describe(samples: Conversations, config: SamplesConfig) -> str:
