@@ -1,6 +1,5 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
-import math
 import os
 from typing import Any
 
@@ -15,20 +14,6 @@ from shared.process.printing import note
 
 ALWAYS = ("do_resize", "do_rescale", "do_normalize")  # what ours does to every image
 NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
-
-
-class _SquareNaFlex(BitImageProcessor):
-    """For models that take images of any shape as patches: here square images, in final/ the
-    model's own processor.
-    """
-
-    own: Any = None
-
-    def save_pretrained(
-        self, save_directory: Any, push_to_hub: bool = False, **options: Any
-    ) -> Any:
-        self.own.max_num_patches = (self.crop_size["height"] // self.own.patch_size) ** 2
-        return self.own.save_pretrained(save_directory, **options)
 
 
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
@@ -49,7 +34,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             if os.path.exists(os.path.join(name, "preprocessor_config.json")):
                 raise
             note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
-    patch = own.patch_size if hasattr(own, "max_num_patches") else 0
     mean = list(IMAGENET_DEFAULT_MEAN)
     std = list(IMAGENET_DEFAULT_STD)
     resample = Image.Resampling.BICUBIC
@@ -78,9 +62,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         )
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
-        if patch:
-            size = patch * math.isqrt(own.max_num_patches)
-            share = 1.0
         if getattr(own, "do_center_crop", None):
             size = crop.get("height") or resized
             share = size / int(resized / (own_pct or 1))
@@ -105,22 +86,13 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         )
     size = image_size or size
     share = crop_pct or share
-    if patch and size % patch:
-        raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
-    processor: Any = (_SquareNaFlex if patch else BitImageProcessor)(
+    return BitImageProcessor(
         size={"shortest_edge": round(size / share)},
         crop_size={"height": size, "width": size},
         resample=int(resample),
         image_mean=mean,
         image_std=std,
     )
-    if patch:
-        processor.own = own
-        note(
-            f"warning: {name} is trained on the square middle of images; final/ takes whole "
-            "images in any proportions"
-        )
-    return processor
 
 
 def timm_settings(processor: Any, config: Any) -> dict[str, Any]:

@@ -381,9 +381,10 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
             f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
             f"{lengths.mean():.0f}), "
             f"the loss counts {samples.targets[start:stop].sum() / lengths.sum():.0%} of them"
-            f"{records.not_used(store.notes.named('unused '))}"
         )
-    return f"{'; '.join(parts)}; to validate on: {samples.validated_on}"
+    unused = {name for store in samples.stores for name in store.notes.named("unused ")}
+    about = f"{'; '.join(parts)}; to validate on: {samples.validated_on}"
+    return about + records.not_used(unused)
 
 
 def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
