@@ -107,8 +107,8 @@ from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text.loaders import choose_packing
-from shared.text.preferences import PairData, build_loaders, read_pairs
+from shared.text.loaders import ChatData, choose_packing
+from shared.text.preferences import build_loaders, read_pairs
 from shared.training import defaults, optim
 
 
@@ -206,7 +206,7 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
+def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation
     pairs, each counted once, and the scores of answers to some prompts.
     """

@@ -12,8 +12,11 @@ from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
-ALWAYS = ("do_resize", "do_rescale", "do_normalize")  # what ours does to every image
-NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
+# what the processor of a model may do to images, or leave out, and ours does not
+UNLIKE_OURS = {
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), False),
+    **dict.fromkeys(("do_flip_channel_order", "rescale_offset", "do_pad"), True),
+}
 
 
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
@@ -39,7 +42,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     resample = Image.Resampling.BICUBIC
     size = 224
     share = 0.875
-    unusual = []
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
         mean = list(timm["mean"])
@@ -47,11 +49,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         size = timm["input_size"][-1]
         share = timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
-        unusual = (
-            [f"crop_mode: {timm['crop_mode']}"]
-            if timm.get("crop_mode", "center") != "center"
-            else []
-        )
     elif own is not None:
         mean = own.image_mean or mean
         std = own.image_std or std
@@ -67,23 +64,13 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             share = size / int(resized / (own_pct or 1))
         elif own_pct:  # ConvNeXt's, which does not crop from 384 pixels on
             share = own_pct if resized < 384 else 1.0
-        unusual = [
-            f"{flag}: {getattr(own, flag)}" for flag in ALWAYS if not getattr(own, flag, True)
-        ]
-        unusual += [f"{flag}: {getattr(own, flag)}" for flag in NEVER if getattr(own, flag, False)]
-        unusual += [
-            f"size: {edge}" for edge in (edges, crop) if edge.get("height") != edge.get("width")
-        ]
-        if abs(255 * getattr(own, "rescale_factor", 1 / 255) - 1) > 1e-3:
-            unusual.append(f"rescale_factor: {own.rescale_factor}")
-        if share > 1:
-            unusual.append(f"black borders: a crop of {size} from {resized} pixels")
-            share = 1.0
-    if unusual:
-        note(
-            f"warning: {name} was trained with {', '.join(unusual)} in its image "
-            "processor, which is not done here"
-        )
+        share = min(share, 1.0)  # else with black borders
+        if unlike := [
+            f"{key}: {value}"
+            for key, value in UNLIKE_OURS.items()
+            if getattr(own, key, "") is value
+        ]:
+            note(f"warning: {name} sets {' and '.join(unlike)}, which is not done here")
     size = image_size or size
     share = crop_pct or share
     return BitImageProcessor(

@@ -120,16 +120,11 @@ class ToSamples:
         first.
         """
         forms: dict[str, str] = {}
-        are_messages: dict[str, dict[str, bool]] = {}  # see `parse_json_messages`
         for where, record in source.read():
             file = where.rpartition(":")[0]
             if file not in forms:
                 forms[file] = self.recognise(record, where)
-            yield (
-                forms[file],
-                where,
-                parse_json_messages(record, where, are_messages.setdefault(file, {})),
-            )
+            yield forms[file], where, parse_json_messages(record, where)
 
     def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
         return len(str(item))
@@ -360,9 +355,12 @@ def _count_copies(train: Conversations, held_out: Conversations) -> int:
     return int((folder / "copies").read_text())
 
 
-def describe(samples: Conversations, config: SamplesConfig) -> str:
+def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) -> str:
     """A line about the data to train on: form, counts, lengths, share of tokens that the loss
     counts.
+
+    Args:
+        of_record: how many samples make one to train on: two answers make a pair.
     """
     parts = []
     for store, start, stop in zip(samples.stores, samples.starts, samples.starts[1:], strict=False):
@@ -370,16 +368,16 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
         forms = store.notes.named("form ")
         template = ""
         lengths = samples.lengths[start:stop]
-        if forms.keys() - {"prompt and completion", "plain text"}:
+        if any(not form.startswith(("prompt", "plain")) for form in forms):
             template = ", the model's chat template" if samples.own_template else f", {DEFAULT}"
-        elif "prompt and completion" in forms:
+        elif forms.keys() - {"plain text"}:
             template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
             f"{store.source}: {', '.join(forms)}{template}; {counts['read']:,} read, "
             f"{counts['cut']:,} cut to "
             f"{config.seq_length} tokens, {counts['dropped']:,} dropped because no answer is left; "
-            f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
-            f"{lengths.mean():.0f}), "
+            f"{len(lengths) // of_record:,} to train on, {lengths.min()}-{lengths.max()} tokens "
+            f"(mean {lengths.mean():.0f}), "
             f"the loss counts {samples.targets[start:stop].sum() / lengths.sum():.0%} of them"
         )
     unused = {name for store in samples.stores for name in store.notes.named("unused ")}

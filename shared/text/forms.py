@@ -100,18 +100,12 @@ def recognise(record: dict[str, Any], where: str) -> str:
     )
 
 
-def parse_json_messages(
-    record: dict[str, Any], where: str, are_messages: dict[str, bool]
-) -> dict[str, Any]:
-    """A record of which messages in columns that may be text, too, are parsed if they are JSON: CSV
-    has no lists.
-
-    Args:
-        are_messages: whether a column of this file is such JSON. The first record says it, and is
-            noted here.
+def parse_json_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """A record with messages in place of their JSON in columns that may be text, too: CSV has no
+    lists.
 
     Raises:
-        ConfigError: one record is such JSON and another is not, or it is Python's text of messages.
+        ConfigError: it is Python's text of messages.
     """
     for column in ("prompt", "completion", "chosen", "rejected"):
         if not isinstance(text := record.get(column), str):
@@ -122,16 +116,7 @@ def parse_json_messages(
             )
         value = from_cell(text) if text.lstrip()[:1] in ("[", "{") else None
         messages = [value] if isinstance(value, dict) else value
-        parsed = isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
-        if parsed != are_messages.setdefault(column, parsed):
-            kinds = (
-                ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
-            )
-            raise ConfigError(
-                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records "
-                "before: use one form in a file"
-            )
-        if parsed:
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
             record = record | {column: messages}
     return record
 
