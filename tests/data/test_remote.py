@@ -388,9 +388,6 @@ def test_what_a_server_does_not_say_is_not_guessed(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         read("hf://datasets/org/name/a.jsonl")
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(ConfigError, match="Set AZURE_STORAGE_ACCOUNT_NAME"):
-        read("az://container/a.jsonl")
 
 
 def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
