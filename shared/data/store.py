@@ -237,10 +237,8 @@ class _Writer:
         self.is_whole = False
         with contextlib.suppress(OSError, ValueError):  # none, or lost with the machine's power
             state = json.loads((folder / STATE).read_text())
-            if all(
-                path.exists() and path.stat().st_size >= size
-                for path, size in self._files(state["sizes"])
-            ):
+            paths = {folder / name: size for name, size in state["sizes"].items()}
+            if all(path.stat().st_size >= size for path, size in paths.items()):
                 self.items_done = state["items"]
                 self.values_written = state["values"]
                 self.is_whole = "source" in state
@@ -252,9 +250,6 @@ class _Writer:
                 os.truncate(path, self.sizes.get(path.name, 0))
         self._open: dict[str, Any] = {}
         self._saved = monotonic()
-
-    def _files(self, sizes: dict[str, int]) -> list[tuple[Path, int]]:
-        return [(self.folder / name, size) for name, size in sizes.items()]
 
     def add(self, items: int, encoded: Encoded, notes: Notes) -> None:
         arrays = {**encoded.values, **encoded.table}

@@ -422,50 +422,60 @@ class Answer(NamedTuple):
     follows: bool  # what the template's generation prompt gives at inference
 
 
+class _Gap(NamedTuple):
+    """What the template writes before an answer."""
+
+    turn: int  # that follows
+    text: str
+    thought: str  # <think> of the generation prompt, with which the answer may begin
+    has_prompt: bool  # whether the text ends with the generation prompt
+    end: int  # of the answer's end token, the characters that the next gap begins with
+
+
 def find_answers(
     render: Callable[..., str], text: str, messages: Messages, wanted: list[int]
 ) -> list[Answer]:
     """The `wanted` turns in the rendered `text`. Empty if one of them cannot be found.
 
-    The conversation is rendered once more, as an `_Outline` with placeholders for answers. It shows
-    the text between answers, which is then looked for in `text`: what lies between are the answers.
+    The conversation is rendered once more, as an `_Outline` with placeholders for answers. That
+    shows the gaps between answers. They are looked for in `text`, and what is between two of them
+    is an answer: without the <think> of the generation prompt, and with its end token.
     """
     outline = _Outline(render, messages, wanted)
     if [*outline.marks] != wanted:
         return []
+    gaps: list[_Gap] = []
     prompts: dict[str, tuple[str, str, bool]] = {}  # by the role of the message before the answer
-    between: list[str] = []  # the text before each answer, and after the last one
-    facts: list[tuple[int, str, bool, int]] = []
     begin = 0
     for turn, (mark, mark_stop) in outline.marks.items():
-        calls = turn in outline.calling
         role = messages[turn - 1]["role"] if turn else ""
         if role not in prompts:
             prompts[role] = outline.prompt_before(turn)
         prompt, thought, is_alike = prompts[role]
         place = outline.text.rfind(prompt, outline.text.rfind(CLOSE, 0, mark) + 1, mark)
-        if calls and not (turn and prompt and place >= 0):
-            return []
         stop = place + len(prompt) if place >= 0 else mark
-        between.append(outline.text[begin:stop])
         end = outline.length_of_end(turn)
-        # what closes arguments depends on what they are, so it is not looked for
-        begin = mark_stop + end if calls else mark_stop
-        facts.append((turn, thought, place >= 0 and is_alike, mark_stop + end - begin))
-    between.append(outline.text[begin:])
-    between = [MARK.sub("", piece) for piece in between]
-    places = _in_order(text, between)
+        gap = _Gap(turn, outline.text[begin:stop], thought, place >= 0 and is_alike, end)
+        begin = mark_stop
+        if turn in outline.calling:
+            if not (turn and prompt and place >= 0):
+                return []
+            # what closes arguments depends on what they are, so the next gap begins after it
+            begin += end
+            gap = gap._replace(end=0)
+        gaps.append(gap)
+    pieces = [MARK.sub("", piece) for piece in (*(gap.text for gap in gaps), outline.text[begin:])]
+    places = _in_order(text, pieces)
     answers = []
-    for (turn, thought, follows, end), piece, place, next_place in zip(
-        facts, between, places, places[1:], strict=False
-    ):
+    for gap, piece, place, next_place in zip(gaps, pieces, places, places[1:], strict=False):
         start = place + len(piece)
-        thinks = text.startswith(thought, start)
-        start += len(thought) * thinks
-        stop = next_place + end
+        thinks = text.startswith(gap.thought, start)
+        start += len(gap.thought) * thinks
+        stop = next_place + gap.end
         while text[stop - 1 : stop].isspace():
             stop -= 1
-        answers.append(Answer(turn, start, stop, turn in outline.calling, follows and thinks))
+        calls = gap.turn in outline.calling
+        answers.append(Answer(gap.turn, start, stop, calls, gap.has_prompt and thinks))
     return answers
 
 
