@@ -18,22 +18,22 @@ FOLDERS = {
     "answers": 1_200,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
     "config": 4_200,
-    "data": 19_500,  # labels and the store of prepared data, before in text and images
+    "data": 19_400,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
     "evaluation": 3_200,
-    "images": 9_900,
+    "images": 9_100,
     "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config
     "run": 22_200,
-    "text": 23_000,
+    "text": 22_600,
     "training": 6_200,
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers.
 TEMPLATES = {
-    "dpo": 95_400,
+    "dpo": 95_300,
     "full_finetune": 87_800,
-    "image_classification": 80_600,
+    "image_classification": 79_400,
     "lora_finetune": 91_400,
     "pretrain": 84_500,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 77_400,

@@ -19,19 +19,14 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
     "observation": "tool",
 }
+BESIDE_MESSAGES = ("system", "tools", "chat_template_kwargs")
 # form: the columns that tell it, and others of its messages
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # the first match counts
-    "chat messages": (("messages",), ("system", "tools", "chat_template_kwargs")),
-    "ShareGPT conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "prompt and completion": (
-        ("prompt", "completion"),
-        ("system", "tools", "chat_template_kwargs"),
-    ),
-    "Alpaca instructions": (
-        ("instruction", "output"),
-        ("input", "history", "system", "tools", "chat_template_kwargs"),
-    ),
+    "chat messages": (("messages",), BESIDE_MESSAGES),
+    "ShareGPT conversations": (("conversations",), BESIDE_MESSAGES),
+    "prompt and completion": (("prompt", "completion"), BESIDE_MESSAGES),
+    "Alpaca instructions": (("instruction", "output"), ("input", "history", *BESIDE_MESSAGES)),
     "plain text": (("text",), ()),
 }
 _MESSAGE_KEYS = (
