@@ -14,8 +14,12 @@ from shared.process.printing import note
 
 # what the processor of a model may do to images, or leave out, and ours does not
 UNLIKE_OURS = {
-    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), False),
-    **dict.fromkeys(("do_flip_channel_order", "rescale_offset", "do_pad"), True),
+    "do_resize": False,
+    "do_rescale": False,
+    "do_normalize": False,
+    "do_flip_channel_order": True,
+    "rescale_offset": True,
+    "do_pad": True,
 }
 
 
