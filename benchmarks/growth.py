@@ -9,7 +9,7 @@ starting, drawing a step and resuming at any step cost the same whatever has bee
 number of samples by up to a small factor that does not grow: a permutation of the next power of four is walked until
 it lands inside, which takes between one and four tries in the mean.)
 
-- tokenising text: `corpus.prepare_sources` of documents of 20 words, one process, and two, beside `datasets.map` with
+- tokenising text: `store.prepare_sources` of documents of 20 words, one process, and two, beside `datasets.map` with
   two; tokenising conversations: `chat.open_samples` of 20 words each.
 - finding the answers of one conversation of n turns.
 - packing: `packing.Packed` of log-normal lengths into rows of 512, the first time, and from its files.
@@ -87,6 +87,7 @@ def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
 def tokenise_text(options: argparse.Namespace, processes: int = 1) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
+    from shared.data.store import prepare_sources
     from shared.text import corpus
     from shared.text.options import CorpusConfig
 
@@ -94,7 +95,8 @@ def tokenise_text(options: argparse.Namespace, processes: int = 1) -> Callable[[
     sentences(file, options.size, lambda text: {"text": text})
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=processes)
-    return lambda: corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    encode = corpus.EncodeDocuments(tokenizer, "text")
+    return lambda: prepare_sources(config, encode, processes=processes)
 
 
 def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:
@@ -170,7 +172,7 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     (8 + 8 * np.arange(options.size)).tofile(folder / "ends.bin")
     np.full(options.size, 7, np.int32).tofile(folder / "targets.bin")
     chosen = [np.arange(options.size)]
-    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, how_held_out=[""]).lengths
+    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, validated_on="").lengths
 
 
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:

@@ -79,7 +79,7 @@ def trl(options: argparse.Namespace) -> Any:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     from shared.data.order import Order
-    from shared.text import chat
+    from shared.models.tokenizers import load_tokenizer
     from shared.text.options import PreferenceConfig
     from shared.text.packing import GroupedOrder
     from shared.text.preferences import read_pairs
@@ -92,7 +92,7 @@ def trl(options: argparse.Namespace) -> Any:
         validation_file=tuple(settings["validation_file"]),
         seq_length=settings["seq_length"],
     )
-    pairs, _ = read_pairs(data_options, chat.load_tokenizer(str(demo.MODEL)), demo_samples=0)
+    pairs, _ = read_pairs(data_options, load_tokenizer(str(demo.MODEL)), demo_samples=0)
     records = [json.loads(line) for line in Path(options.folder, "pairs.jsonl").read_text().splitlines()]
     order: Any = GroupedOrder(len(pairs), 8, settings["seed"], lengths=pairs.lengths)
     if options.shuffled:

@@ -105,6 +105,7 @@ class Task:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
+        from shared.models.tokenizers import load_tokenizer
         from shared.text import chat
         from shared.text.options import ChatConfig
         from shared.text.packing import Packed
@@ -122,7 +123,7 @@ class Task:
             validation_file=tuple(self.settings["validation_file"]),
             seq_length=self.settings["seq_length"],
         )
-        self.samples, _ = chat.open_samples(data, chat.load_tokenizer(options.model_name_or_path))
+        self.samples, _ = chat.open_samples(data, load_tokenizer(options.model_name_or_path))
         self.packed = Packed(self.samples, options.length)
         self.at_once = max(1, round(options.rows * len(self.samples) / len(self.packed)))  # samples, padded
 

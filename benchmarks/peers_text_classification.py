@@ -80,6 +80,7 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
         TrainingArguments,
     )
 
+    from shared.models.tokenizers import load_tokenizer
     from shared.text import labelled
     from shared.text.options import LabelledTextConfig
     from shared.text.packing import rows_order
@@ -91,7 +92,7 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
         f"{name}_file": (str(folder / f"{file}.jsonl"),) for name, file in (("train", "train"), ("validation", "held-out"))
     }
     settings = LabelledTextConfig(seq_length=options.length, **files)  # type: ignore[arg-type]
-    texts = labelled.open_texts(settings, labelled.load_tokenizer(str(folder / "bert"))).train
+    texts = labelled.open_texts(settings, load_tokenizer(str(folder / "bert"), split_special_tokens=True)).train
     chosen = list(range(len(texts)))
     strategy = "group_by_length" if options.work == "Trainer, grouped" else "random"
     if options.work == "Trainer, same batches":

@@ -100,15 +100,15 @@ from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
+from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text import chat
-from shared.text.loaders import choose_packing
-from shared.text.preferences import PairData, build_loaders, read_pairs
+from shared.text.loaders import ChatData, choose_packing
+from shared.text.preferences import build_loaders, read_pairs
 from shared.training import defaults, optim
 
 
@@ -206,7 +206,7 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
+def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation
     pairs, each counted once, and the scores of answers to some prompts.
     """
@@ -234,7 +234,7 @@ def main(config: Config) -> None:
         config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
         config = setup.choose("the demo's model", learning_rate=1e-3)
-    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)

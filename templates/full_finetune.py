@@ -94,12 +94,12 @@ from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, freeze, load_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
+from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.text.packing import Packed
 from shared.training import defaults, optim
@@ -148,7 +148,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "full_finetune")
     if config.data.is_demo:
         config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
-    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
     trained, parameters = count_parameters(model)

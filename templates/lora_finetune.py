@@ -75,6 +75,7 @@ from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
@@ -127,7 +128,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "lora_finetune")
     if config.data.is_demo:
         config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
-    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer, train)
     initial = adapters.pissa_start(model, config.adapter)

@@ -70,7 +70,6 @@ if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
-from transformers import AutoTokenizer
 
 from shared.data import records
 from shared.data.loader import Loader
@@ -79,11 +78,11 @@ from shared.data.order import EvenSubset, Order, Samples
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
-from shared.models.hub import from_hub
 from shared.models.isolation import isolate_documents
 from shared.models.loading import save_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
+from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES, gather_weights
 from shared.parallel import sharding
 from shared.process.files import cache_dir, whole_folder
@@ -114,7 +113,7 @@ def build_datasets(setup: Setup) -> Data:
     options = setup.config.data
     batch = setup.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
-    tokenizer = from_hub(AutoTokenizer, name) if name else None
+    tokenizer = load_tokenizer(name) if name else None
     share = sharding.share(setup.accelerator)
     collate = collate_packed if options.isolate_documents else corpus.collate
     held_out: Samples

@@ -89,16 +89,16 @@ if __name__ == "__main__":
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.hub import from_hub
 from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
+from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -127,7 +127,7 @@ def build_datasets(setup: Setup) -> Data:
     options = setup.config.data
     batch = setup.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
-    tokenizer = from_hub(AutoTokenizer, name) if name else None
+    tokenizer = load_tokenizer(name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
     if len(text.train) < batch.global_batch_size:
         raise ConfigError(

@@ -92,6 +92,7 @@ from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option
 from shared.models.loading import without_adapters
 from shared.models.text_classifier import load_text_classifier, text_heads
+from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -160,8 +161,8 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
             f"{len(data.train)} training texts are fewer than one "
             "--global_batch_size: choose a smaller one"
         )
-    weights = setup.config.data.mix_weights
-    order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
+    mix_weights = setup.config.data.mix_weights
+    order = rows_order(data.train, batch.global_batch_size, batch.seed, mix_weights, packed=False)
     share = sharding.share(setup.accelerator)
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
@@ -255,7 +256,9 @@ def main(config: Config) -> None:
     setup = Setup(config, "text_classification", unit="texts")
     if config.data.is_demo:
         config = setup.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
-    data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
+    # strings of special tokens in a text are text, also after training
+    tokenizer = load_tokenizer(config.model_name_or_path, split_special_tokens=True)
+    data = labelled.open_texts(config.data, tokenizer)
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     if data.problem_type == "regression" and (
@@ -278,18 +281,18 @@ def main(config: Config) -> None:
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     steps = config.batch.total_steps(train.steps_per_epoch)
     config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    weights = (
+    class_weights = (
         data.class_weights(config.data.mix_weights).to(setup.device)
         if config.class_weights == "balanced"
         else None
     )
-    loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
+    smoothing = config.label_smoothing
+    loss_of = partial(text_loss, model, weight=class_weights, label_smoothing=smoothing)
     config = setup.rehearse(train, loss_of)  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained",
-        "labels": f"class_weights {config.class_weights}, "
-        f"label_smoothing {config.label_smoothing:g}",
+        "labels": f"class_weights {config.class_weights}, label_smoothing {smoothing:g}",
     }
     # from the newest checkpoint, if there is one
     run = setup.start(

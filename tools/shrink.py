@@ -39,7 +39,7 @@ from shared.images.decoding import (
     Source,
     check,
     decode,
-    has_16_bit_colours,
+    is_deep,
     read,
 )
 from shared.images.options import ImageConfig
@@ -155,7 +155,7 @@ def _shrink(content: bytes, size: int) -> tuple[bytes, str]:
     if (
         kind not in WRITTEN
         or image.mode not in ("L", "LA", "RGB", "RGBA")
-        or has_16_bit_colours(image)
+        or is_deep(image)
         or "transparency" in image.info
         or (kind != "JPEG" and getattr(image, "is_animated", False))
     ):

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import NOT_REGULAR
 
-SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "http", "https")
+SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hf", "http", "https")
 ARCHIVES = (
     ".7z",
     ".bz2",
@@ -73,8 +73,9 @@ class DataFile(io.RawIOBase):
             COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
         )
 
-    def text(self, newline: str | None = None, encoding: str = "utf-8-sig") -> io.TextIOWrapper:
-        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding=encoding, newline=newline)
+    def text(self, newline: str | None = None) -> io.TextIOWrapper:
+        buffer = io.BufferedReader(self, 2**17)
+        return io.TextIOWrapper(buffer, encoding="utf-8-sig", newline=newline)
 
     def readable(self) -> bool:
         return True

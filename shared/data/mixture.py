@@ -5,7 +5,6 @@ is stored, and a run resumes at any step on any number of processes.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,36 +12,25 @@ from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
-from shared.data.order import DRAWN_AT_ONCE, Order, Row, permute
+from shared.data.order import DRAWN_AT_ONCE, Order, permute
 from shared.process.errors import ConfigError
 
 # samples after which the sources repeat their turns, at most; finer shares are rounded to it
 PERIOD = 2**16
 
 
-class Mixed:
+class Mixed(ConcatDataset):
     """Several sources as one data set, one after the other: `order.Samples`."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self.parts = list(parts.values())
+        super().__init__(parts.values())
         self.sources = {name: len(part) for name, part in parts.items()}
-        self.starts = [0, *np.cumsum(list(self.sources.values())).tolist()]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def find(self, index: int) -> tuple[Any, int]:
-        """(the part, the number within it) of a sample."""
-        part = bisect_right(self.starts, index) - 1
-        return self.parts[part], index - self.starts[part]
-
-    def __getitem__(self, index: int) -> Row:
-        part, within = self.find(index)
-        return part[within]
 
     def num_targets(self, indices: np.ndarray) -> int:
-        bounds = zip(self.parts, self.starts, self.starts[1:], strict=False)
+        stops = self.cumulative_sizes
+        bounds: Any = zip(self.datasets, [0, *stops], stops, strict=False)
         return sum(
             part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds
         )

@@ -175,10 +175,6 @@ def usable(folder: Path) -> bool:
     try:
         if mark.exists() and mark.read_text(errors="replace") == _state(folder):
             return True
-        if (size := sum(path.stat().st_size for path in _files(folder).values())) > 2**32:
-            print_main(
-                f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day"
-            )
         known = json.loads((folder / CHECKSUMS).read_text())
         found = _checksums(folder)
         if known == found:

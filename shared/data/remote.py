@@ -189,17 +189,8 @@ def _find_object(url: str) -> tuple[Any, str]:
     """The store of an object, for pyarrow, and its path there."""
     from pyarrow import fs
 
-    scheme, _, path = url.partition("://")
-    if scheme == "az":
-        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-        if not account:
-            raise ConfigError(
-                f"{url}: whose container? Set AZURE_STORAGE_ACCOUNT_NAME, or write "
-                "abfss://container@account.dfs.core.windows.net/path"
-            )
-        key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-        return fs.AzureFileSystem(account, account_key=key), path
-    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in url:  # by default, 15 minutes
+    # by default, 15 minutes
+    if url.startswith(("gs:", "gcs:")) and "retry_limit_seconds" not in url:
         url += f"{'&' if '?' in url else '?'}retry_limit_seconds=60"
     return fs.FileSystem.from_uri(url)
 

@@ -18,11 +18,11 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from shared.data import prepared
+from shared.data import prepared, records
 from shared.data.loader import parallel_map
 from shared.data.records import Source
 from shared.process import faults
@@ -30,12 +30,14 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 
+if TYPE_CHECKING:
+    from shared.data.options import DataConfig
+
 T = TypeVar("T")
 
 BATCH = 2**18  # characters that a process encodes at a time
 SAVE_EVERY = 5.0  # seconds of work that a killed preparation loses, at most
 STATE = "state.json"
-LINES = "lines.jsonl"
 
 
 @dataclass
@@ -76,17 +78,25 @@ class Encoded:
         ends: [samples], where each sample ends in them. What follows the last end belongs to a
             sample of a later batch.
         table: arrays with a row a sample.
-        lines: something JSON-like a sample, or nothing at all.
+        lines: lists with something JSON-like a sample, each kept in a file of its own.
     """
 
     values: dict[str, np.ndarray]
     ends: np.ndarray
     table: dict[str, np.ndarray] = field(default_factory=dict)
-    lines: Sequence[Any] = ()
+    lines: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 class Encode(Protocol):
-    """Makes samples of records. It is sent to other processes."""
+    """Makes samples of records. It is sent to other processes.
+
+    Attributes:
+        kind: name of the folder in the cache.
+        demo: what is read if no data is named.
+    """
+
+    kind: str
+    demo: Source
 
     def identity(self) -> Any:
         """Something JSON-like that changes when the samples of a source do: settings, and
@@ -120,8 +130,37 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield batch
 
 
+def prepare_sources(
+    config: DataConfig,
+    encode: Encode,
+    *,
+    limit: int | None = None,
+    processes: int | None = None,
+) -> tuple[dict[str, Store], dict[str, Store]]:
+    """Prepare the data, or each source of a mixture. Every rank calls this.
+
+    Args:
+        limit: read only so many records of each source to train on.
+        processes: see `parallel_map`.
+
+    Returns:
+        By the names of the sources, their stores to train on, and those to validate on if they are
+        named. A --validation_file is that of all sources, and stands under the first name.
+
+    Raises:
+        ConfigError: wrong input, with its place.
+    """
+    trained: dict[str, Store] = {}
+    held_out: dict[str, Store] = {}
+    for name, of_source in config.sources().items():
+        train, validation = records.open_sources(of_source, demo=encode.demo)
+        trained[name] = prepare(train, encode, limit=limit, processes=processes)
+        if validation is not None and not (held_out and config.validation_file):
+            held_out[name] = prepare(validation, encode, processes=processes)
+    return trained, held_out
+
+
 def prepare(
-    kind: str,
     source: Source,
     encode: Encode,
     *,
@@ -132,7 +171,6 @@ def prepare(
     others wait.
 
     Args:
-        kind: name of the folder in the cache.
         limit: read only so many records.
         processes: see `parallel_map`.
 
@@ -149,7 +187,7 @@ def prepare(
     )
     if limit is not None:
         source = replace(source, read=partial(_first_of, source, limit))
-    folder = cache_dir() / kind / key
+    folder = cache_dir() / encode.kind / key
     build = partial(_fill, source=source, encode=encode, processes=processes)
     return Store(prepared.build_once(folder, build, continues=True))
 
@@ -185,8 +223,8 @@ def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Encoded, Notes
 
 
 class _Writer:
-    """Appends batches to the files of a store: `<array>.bin`, LINES, and STATE, which says how much
-    of them is whole.
+    """Appends batches to the files of a store: `<array>.bin`, `<list>.jsonl`, and STATE, which says
+    how much of them is whole.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -199,10 +237,8 @@ class _Writer:
         self.is_whole = False
         with contextlib.suppress(OSError, ValueError):  # none, or lost with the machine's power
             state = json.loads((folder / STATE).read_text())
-            if all(
-                path.exists() and path.stat().st_size >= size
-                for path, size in self._files(state["sizes"])
-            ):
+            paths = {folder / name: size for name, size in state["sizes"].items()}
+            if all(path.stat().st_size >= size for path, size in paths.items()):
                 self.items_done = state["items"]
                 self.values_written = state["values"]
                 self.is_whole = "source" in state
@@ -215,19 +251,14 @@ class _Writer:
         self._open: dict[str, Any] = {}
         self._saved = monotonic()
 
-    def _files(self, sizes: dict[str, int]) -> list[tuple[Path, int]]:
-        return [(self.folder / name, size) for name, size in sizes.items()]
-
     def add(self, items: int, encoded: Encoded, notes: Notes) -> None:
         arrays = {**encoded.values, **encoded.table}
         arrays["ends"] = self.values_written + np.asarray(encoded.ends, np.int64)
-        if encoded.lines:
-            texts = (json.dumps(line, default=str) + "\n" for line in encoded.lines)
-            lines = [text.encode() for text in texts]
-            arrays["line_ends"] = self.sizes.get(LINES, 0) + np.cumsum(
-                [len(line) for line in lines]
-            )
-            self._append(LINES, b"".join(lines))
+        for name, values in encoded.lines.items():
+            lines = [(json.dumps(value, default=str) + "\n").encode() for value in values]
+            ends = np.cumsum([len(line) for line in lines])
+            arrays[f"{name}_ends"] = self.sizes.get(f"{name}.jsonl", 0) + ends
+            self._append(f"{name}.jsonl", b"".join(lines))
         for name, array in arrays.items():
             kind = [array.dtype.name, list(array.shape[1:])]
             assert self.arrays.setdefault(name, kind) == kind, (name, kind)
@@ -289,7 +320,7 @@ class Store:
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
         # not how long the lines are: they have the paths of files, and labels are compared apart
-        arrays = self._arrays.keys() - {"line_ends"}
+        arrays = [name for name in self._arrays if not name.endswith("_ends")]
         self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
     # a spawned worker maps the files itself
@@ -320,15 +351,16 @@ class Store:
         """[samples] int64: how many values each has."""
         return np.diff(self["ends"], prepend=0)
 
-    def line(self, sample: int) -> Any:
-        """What `Encoded.lines` has of a sample."""
-        with (self.folder / LINES).open("rb") as file:
-            file.seek(int(self["line_ends"][sample - 1]) if sample else 0)
+    def line(self, name: str, sample: int) -> Any:
+        """What a list of `Encoded.lines` has of a sample."""
+        with (self.folder / f"{name}.jsonl").open("rb") as file:
+            file.seek(int(self[f"{name}_ends"][sample - 1]) if sample else 0)
             return json.loads(file.readline())
 
-    def lines(self) -> Iterator[Any]:
-        with (self.folder / LINES).open("rb") as file:
-            yield from map(json.loads, file)
+    def lines(self, name: str) -> list[Any]:
+        """What it has of all samples."""
+        text = (self.folder / f"{name}.jsonl").read_text()
+        return json.loads(f"[{','.join(text.splitlines())}]")
 
 
 class Split:
@@ -355,10 +387,10 @@ class Split:
         of = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.stores[of], int(self.numbers[of][index - self.starts[of]])
 
-    def line(self, index: int) -> Any:
-        """What `Encoded.lines` has of a sample."""
+    def line(self, name: str, index: int) -> Any:
+        """What a list of `Encoded.lines` has of a sample."""
         store, number = self.find(index)
-        return store.line(number)
+        return store.line(name, number)
 
     def values(self, index: int, *arrays: str) -> list[np.ndarray]:
         """The part of these arrays that is of a sample."""

@@ -5,7 +5,6 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -57,7 +56,7 @@ def read(source: Source, first: int = 0, last: int | None = None) -> bytes:
         return file.read(last - first)
 
 
-def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
+def check(source: Source, *, in_full: bool) -> None:
     """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to
     decode it.
 
@@ -66,7 +65,6 @@ def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
 
     Args:
         in_full: decode all.
-        white_level: of `decode`.
 
     Raises:
         BadImage: it cannot be decoded, or is a JPEG of which the end was not written.
@@ -74,7 +72,7 @@ def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
     with contextlib.suppress(OSError):
         if not in_full and _looks_whole(source):
             return
-    decode(source, at_least=1, white_level=white_level)  # the cheapest way to read the whole file
+    decode(source, at_least=1)  # the cheapest way to read the whole file
     content = read(source)
     # the last scan never ends
     if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):
@@ -87,72 +85,40 @@ def _looks_whole(source: Source) -> bool:
         end = int.from_bytes(head[4:8], "little") + 8
         return head[8:12] == b"WEBP" and len(read(source, end - 1, end + 1)) == 1
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        _open(head).close()  # reads the header only
+        with _open(head) as image:  # reads the header only
+            if is_deep(image):
+                return False
         return read(source, -TAIL).rstrip(b"\0").endswith(ENDS[head[:2]])
     return False
 
 
-def largest_of_16_bits(source: Source) -> tuple[str, int]:
-    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images,
-    and of damaged ones.
-
-    Pillow keeps the upper 8 bits of colours, so their largest value is that or a little less.
-    """
-    with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        image = _open(source)
-        if image.mode.startswith("I"):
-            return "greys", int(np.asarray(image).max())
-        if has_16_bit_colours(image):
-            return "colours", 256 * int(np.asarray(image.convert("RGB")).max()) + 255
-    return "", 0
+def is_deep(image: Image.Image) -> bool:
+    """Whether it has more than 8 bits a channel. Call before the image is loaded."""
+    return ";16" in str(image.tile) or image.mode.startswith(("I", "F"))  # type: ignore[attr-defined]
 
 
-def has_16_bit_colours(image: Image.Image) -> bool:
-    """Call before the image is loaded."""
-    return ";16" in str(image.tile) and not image.mode.startswith("I")  # type: ignore[attr-defined]
-
-
-def decode(source: Source, at_least: int | None = None, white_level: int = 0) -> Image.Image:
+def decode(source: Source, at_least: int | None = None) -> Image.Image:
     """An image in RGB and upright, whatever it was stored as.
 
-    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are
-    scaled to 8; transparency is dropped; of an animation the first frame is taken. `transformers`
-    pipelines do the same, but clip 16-bit greys.
+    EXIF rotation is applied; palettes, greys and CMYK are converted; transparency is dropped; of an
+    animation the first frame is taken. `transformers` pipelines do the same.
 
     Args:
         source: a file, a part of one, or its bytes.
         at_least: height and width in pixels below which a JPEG is not to be shrunk while it is
             decoded, which is much faster for photographs; None decodes in full.
-        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does,
-            too. 0: that of 16 bits.
 
     Raises:
-        BadImage: it is empty, cut off, too large, or no image.
+        BadImage: it is empty, cut off, too large, of more than 8 bits, or no image.
     """
     try:
         image: Image.Image = _open(source)
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
-        if white_level and has_16_bit_colours(image):
-            raise BadImage(
-                "colours of 16 bits, which --white_level cannot scale: convert them to 8 bits"
-            )
+        if is_deep(image):  # who scales cameras' 12 bits by 16 learns black pictures
+            raise BadImage("more than 8 bits a channel: convert it to 8, scaled by what is white")
         image.load()
         image = ImageOps.exif_transpose(image)
-        if white_level and image.mode.startswith(("I", "F")):
-            scaled = np.nan_to_num(np.asarray(image)) * (255 / white_level)
-            image = Image.fromarray(scaled.clip(0, 255).round().astype(np.uint8))
-        if image.mode.startswith("I"):
-            grey = np.asarray(image)
-            if (
-                grey.min() < 0
-                or grey.max() > 0xFFFF
-                or (image.mode == "I" and 0 < grey.max() <= 0xFF)
-            ):
-                raise BadImage("32-bit grey values, whose range is not known: give --white_level")
-            image = Image.fromarray((grey >> 8).astype(np.uint8))
-        if image.mode == "F":
-            raise BadImage("floating-point values, whose range is not known: give --white_level")
         if image.mode == "P" and "transparency" in image.info:
             image = image.convert("RGBA")
         return image.convert("RGB")
@@ -177,9 +143,7 @@ def _open(source: Source) -> Image.Image:
     )
 
 
-def decode_tensor(
-    source: Source, at_least: int | None = None, white_level: int = 0
-) -> torch.Tensor:
+def decode_tensor(source: Source, at_least: int | None = None) -> torch.Tensor:
     """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same
     bits, but faster.
 
@@ -199,4 +163,4 @@ def decode_tensor(
             return decode_jpeg(
                 torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB
             )
-    return pil_to_tensor(decode(source, at_least, white_level))
+    return pil_to_tensor(decode(source, at_least))

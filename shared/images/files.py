@@ -1,6 +1,5 @@
 """Labelled images: listed, checked for damage once, split, and decoded when they are read."""
 
-import contextlib
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ from shared.data.labels import LabelledData, Labels, in_order, read_labels, warn
 from shared.data.loader import parallel_map
 from shared.data.order import Row
 from shared.images import shards, sources
-from shared.images.decoding import BadImage, Source, check, decode, largest_of_16_bits
+from shared.images.decoding import BadImage, Source, check, decode
 from shared.images.options import ImageConfig
 from shared.images.sources import Files, Listed
 from shared.process.collectives import on_main
@@ -40,7 +39,6 @@ class Images(Dataset):
         files: the images of each source.
         index: [n, 2] int32, the source of each image and its number there.
         labels: of these images.
-        white_level: an argument of `decode`.
 
     Attributes:
         sources: how many images are of each source of a mixture.
@@ -48,15 +46,12 @@ class Images(Dataset):
         at_least: its other argument.
     """
 
-    def __init__(
-        self, files: Sequence[Files], index: np.ndarray, labels: Labels, white_level: int = 0
-    ) -> None:
+    def __init__(self, files: Sequence[Files], index: np.ndarray, labels: Labels) -> None:
         self.files = files
         self.index = index
         self.labels = labels
-        self.white_level = white_level
         self.sources: dict[str, int] = {}
-        self.decode: Callable[[Source, int | None, int], Any] = decode
+        self.decode: Callable[[Source, int | None], Any] = decode
         self.at_least: int | None = None
 
     def __len__(self) -> int:
@@ -65,7 +60,7 @@ class Images(Dataset):
     def __getitem__(self, number: int) -> Row:
         source, at = self.index[number].tolist()
         try:
-            image = self.decode(self.files[source][at], self.at_least, self.white_level)
+            image = self.decode(self.files[source][at], self.at_least)
         except BadImage as error:
             raise ConfigError(f"{self.where(number)}: {error}; {REPAIR}") from None
         return {"image": image, "labels": self.labels[number]}
@@ -154,7 +149,6 @@ def _joined(parts: list[Images]) -> Images:
         [part.files[0] for part in parts],
         np.concatenate(index),
         Labels(labels.problem_type, labels.classes, values),
-        parts[0].white_level,
     )
 
 
@@ -181,7 +175,7 @@ def _prepare(config: ImageConfig) -> LabelledData:
         return prepared.fingerprint(
             facts=facts,
             columns=[config.image_column, config.label_column, config.problem_type],
-            check=[config.skip_bad_images, config.white_level, PIL.__version__],
+            check=[config.skip_bad_images, PIL.__version__],
             code=prepared.source_of(
                 "images", "data/labels.py", "data/records.py", "data/tables.py"
             ),
@@ -194,8 +188,7 @@ def _prepare(config: ImageConfig) -> LabelledData:
         problem_type = "single_label" if root else config.problem_type
         labels = read_labels(listed.labels, problem_type, listed.place)
         files = Files(np.array(listed.paths), np.array(listed.parts, np.int64), rows)
-        _check_range(files, sources.name_of(config), config.white_level)
-        bad = _find_bad(files, in_full=config.skip_bad_images, white_level=config.white_level)
+        bad = _find_bad(files, in_full=config.skip_bad_images)
         np.save(into / "paths.npy", files.paths)
         np.save(into / "parts.npy", files.parts)
         np.save(into / "labels.npy", labels.values)
@@ -220,62 +213,23 @@ def _prepare(config: ImageConfig) -> LabelledData:
     return _split(config, Files(load("paths"), load("parts"), rows), labels, facts)
 
 
-def _check_range(files: Files, name: str, white_level: int) -> None:
-    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole
-    range, they were black.
-
-    Cameras and microscopes write 10, 12 or 14 bits into 16:
-    github.com/python-pillow/Pillow/issues/3011 (2018).
-
-    Raises:
-        ConfigError: names the largest value, and --white_level with the value that it may have.
-    """
-    largest = {"": 0}
-    for number in range(0, len(files), len(files) // 100 + 1):
-        with contextlib.suppress(BadImage):  # it is named later
-            kind, value = largest_of_16_bits(files[number])
-            largest[kind] = max(value, largest.get(kind, 0))
-    greys = largest.get("greys", 0)
-    colours = largest.get("colours", 0xFFFF)
-    if colours <= 0xFFFF // 4 or ("colours" in largest and white_level):
-        why = (
-            f"their largest value is about {colours:,} of 65,535, but they"
-            if not white_level
-            else "they"
-        )
-        raise ConfigError(
-            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by "
-            "--white_level: convert them to 8 bits"
-        )
-    if 0 < greys <= 0xFFFF // 4 and not white_level:
-        fits = 2 ** max(8, greys.bit_length()) - 1
-        raise ConfigError(
-            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they "
-            "would be nearly black: "
-            f"give the value that is white, such as --white_level {fits}, or 65535 "
-            "if they are as dark as that"
-        )
-
-
-def _find_bad(files: Files, *, in_full: bool, white_level: int) -> list[tuple[int, str]]:
+def _find_bad(files: Files, *, in_full: bool) -> list[tuple[int, str]]:
     """(number, reason) of each image that `check` finds bad."""
     count = len(files)
     how = "reading" if in_full else "looking at"
     print_main(f"{how} {count:,} images once, to find those that are damaged")
-    work = partial(_bad_of, files=files, in_full=in_full, white_level=white_level)
+    work = partial(_bad_of, files=files, in_full=in_full)
     chunks = [range(first, min(first + 64, count)) for first in range(0, count, 64)]
     found = parallel_map(work, chunks, None if count > 5000 else 1)
     bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=None)
     return [*chain.from_iterable(bar)]
 
 
-def _bad_of(
-    numbers: range, files: Files, *, in_full: bool, white_level: int
-) -> list[tuple[int, str]]:
+def _bad_of(numbers: range, files: Files, *, in_full: bool) -> list[tuple[int, str]]:
     bad = []
     for number in numbers:
         try:
-            check(files[number], in_full=in_full, white_level=white_level)
+            check(files[number], in_full=in_full)
         except BadImage as error:
             bad.append((number, str(error)))
     return bad
@@ -315,17 +269,12 @@ def _split(
     about += f"validation: {len(validation):,}, {how}{about_bad}"
     if facts["left_out"]:
         about += f"; left out: {facts['left_out']}"
-    if config.white_level:
-        about += (
-            f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do "
-            "the same before inference)"
-        )
     if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
 
     def images(chosen: np.ndarray) -> Images:
         index = np.stack([np.zeros_like(chosen), chosen], axis=1).astype(np.int32)
-        return Images([files], index, labels.take(chosen), config.white_level)
+        return Images([files], index, labels.take(chosen))
 
     split = hashlib.sha256(validation.tobytes()).hexdigest()
     identity = prepared.fingerprint(content=facts["identity"], split=split, bad=bad_numbers)

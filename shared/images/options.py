@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared.config.types import CountOrZero, Free, PositiveOrZero, PositiveShare, Share
+from shared.config.types import Free, PositiveOrZero, PositiveShare, Share
 from shared.data.files import refuse_archive
 from shared.data.options import DataConfig, Percentage
 from shared.process.errors import ConfigError
@@ -38,9 +38,6 @@ class ImageConfig(DataConfig):
     # text such as cat|dog. If not given, single_label; data that look like multi_label are then an
     # error.
     problem_type: Literal["single_label", "multi_label"] | None = None
-    # Value that is white in images of 16 bits, such as 4095 for a camera of 12 bits; 0: the largest
-    # that 16 bits hold
-    white_level: CountOrZero = 0
     # Decode every image before training, leave out those that cannot be read, and count them. If
     # not given, headers and ends are looked at before training, and the first bad image is an error
     skip_bad_images: Free[bool] = False

@@ -1,6 +1,5 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
-import math
 import os
 from typing import Any
 
@@ -13,22 +12,15 @@ from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
-ALWAYS = ("do_resize", "do_rescale", "do_normalize")  # what ours does to every image
-NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
-
-
-class _SquareNaFlex(BitImageProcessor):
-    """For models that take images of any shape as patches: here square images, in final/ the
-    model's own processor.
-    """
-
-    own: Any = None
-
-    def save_pretrained(
-        self, save_directory: Any, push_to_hub: bool = False, **options: Any
-    ) -> Any:
-        self.own.max_num_patches = (self.crop_size["height"] // self.own.patch_size) ** 2
-        return self.own.save_pretrained(save_directory, **options)
+# what the processor of a model may do to images, or leave out, and ours does not
+UNLIKE_OURS = {
+    "do_resize": False,
+    "do_rescale": False,
+    "do_normalize": False,
+    "do_flip_channel_order": True,
+    "rescale_offset": True,
+    "do_pad": True,
+}
 
 
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
@@ -49,13 +41,11 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             if os.path.exists(os.path.join(name, "preprocessor_config.json")):
                 raise
             note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
-    patch = own.patch_size if hasattr(own, "max_num_patches") else 0
     mean = list(IMAGENET_DEFAULT_MEAN)
     std = list(IMAGENET_DEFAULT_STD)
     resample = Image.Resampling.BICUBIC
     size = 224
     share = 0.875
-    unusual = []
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
         mean = list(timm["mean"])
@@ -63,11 +53,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         size = timm["input_size"][-1]
         share = timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
-        unusual = (
-            [f"crop_mode: {timm['crop_mode']}"]
-            if timm.get("crop_mode", "center") != "center"
-            else []
-        )
     elif own is not None:
         mean = own.image_mean or mean
         std = own.image_std or std
@@ -78,49 +63,33 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         )
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
-        if patch:
-            size = patch * math.isqrt(own.max_num_patches)
-            share = 1.0
         if getattr(own, "do_center_crop", None):
             size = crop.get("height") or resized
             share = size / int(resized / (own_pct or 1))
         elif own_pct:  # ConvNeXt's, which does not crop from 384 pixels on
             share = own_pct if resized < 384 else 1.0
-        unusual = [
-            f"{flag}: {getattr(own, flag)}" for flag in ALWAYS if not getattr(own, flag, True)
+        share = min(share, 1.0)  # else with black borders
+        unlike = [
+            f"{key}: {value}"
+            for key, value in UNLIKE_OURS.items()
+            if getattr(own, key, "") is value
         ]
-        unusual += [f"{flag}: {getattr(own, flag)}" for flag in NEVER if getattr(own, flag, False)]
-        unusual += [
+        unlike += [
             f"size: {edge}" for edge in (edges, crop) if edge.get("height") != edge.get("width")
         ]
         if abs(255 * getattr(own, "rescale_factor", 1 / 255) - 1) > 1e-3:
-            unusual.append(f"rescale_factor: {own.rescale_factor}")
-        if share > 1:
-            unusual.append(f"black borders: a crop of {size} from {resized} pixels")
-            share = 1.0
-    if unusual:
-        note(
-            f"warning: {name} was trained with {', '.join(unusual)} in its image "
-            "processor, which is not done here"
-        )
+            unlike.append(f"rescale_factor: {own.rescale_factor}")
+        if unlike:
+            note(f"warning: {name} sets {' and '.join(unlike)}, which is not done here")
     size = image_size or size
     share = crop_pct or share
-    if patch and size % patch:
-        raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
-    processor: Any = (_SquareNaFlex if patch else BitImageProcessor)(
+    return BitImageProcessor(
         size={"shortest_edge": round(size / share)},
         crop_size={"height": size, "width": size},
         resample=int(resample),
         image_mean=mean,
         image_std=std,
     )
-    if patch:
-        processor.own = own
-        note(
-            f"warning: {name} is trained on the square middle of images; final/ takes whole "
-            "images in any proportions"
-        )
-    return processor
 
 
 def timm_settings(processor: Any, config: Any) -> dict[str, Any]:

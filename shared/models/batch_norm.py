@@ -42,14 +42,9 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
     seen = batch.micro_batch()[0] * (world_size if synchronised else 1)
     if seen >= min(batch.global_batch_size, 32):
         return None
-    remedies = ["a model with LayerNorm or GroupNorm (ConvNeXt, Swin, ViT)"]
-    if seen * (1 if synchronised else world_size) < batch.global_batch_size:  # it accumulates
-        remedies.insert(0, "a larger --per_device_train_batch_size")
-    if world_size > 1 and not synchronised:
-        remedies.insert(0, "--sync_batchnorm on GPUs")
     return (
-        f"warning: BatchNorm takes its statistics from {seen} images at a time, not "
-        "from the global batch of "
-        f"{batch.global_batch_size}; the result depends on that number. Better: "
-        f"{', or '.join(remedies)}"
+        f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the "
+        f"global batch of {batch.global_batch_size}; the result depends on that number. Better: a "
+        "larger --per_device_train_batch_size, --sync_batchnorm on several GPUs, or a model with "
+        "LayerNorm or GroupNorm (ConvNeXt, Swin, ViT)"
     )

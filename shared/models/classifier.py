@@ -57,17 +57,16 @@ def settle_head(
             f"{name}: its {may_be_new} has no weights in the files, so it begins anew (on resume "
             "the checkpoint has it)"
         )
-    if not keeps_head:
-        for part in (part for module in head for part in module.modules()):
-            if isinstance(part, nn.Linear | nn.Conv2d):
-                nn.init.trunc_normal_(part.weight, std=0.02)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
-    outputs = "one number" if model.config.num_labels == 1 else f"{model.config.num_labels} classes"
     if keeps_head:
         note(f"{name}: its head is kept")
-    else:
-        note(f"{name}: a new head for {outputs} (on resume the checkpoint has it)")
+        return
+    for part in (part for module in head for part in module.modules()):
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.trunc_normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    outputs = "one number" if model.config.num_labels == 1 else f"{model.config.num_labels} classes"
+    note(f"{name}: a new head for {outputs} (on resume the checkpoint has it)")
 
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 
 from shared.process.collectives import on_main
@@ -46,7 +45,6 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             or has an attention that cannot be trained here.
         NotNow: the Hub does not answer.
     """
-    _refuse_flex_on_cpu(options)
     is_folder = os.path.isdir(name)
     of_weights = bool(options.get("use_safetensors"))
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
@@ -124,6 +122,17 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     return model
 
 
+def file_of(name: str | Path, file: str) -> str | None:
+    """The path of a checkpoint's file, in its folder or in the Hub's cache; None if it has none."""
+    from transformers.utils import cached_file
+
+    missing = {
+        f"_raise_exceptions_for_{what}": False
+        for what in ("missing_entries", "gated_repo", "connection_errors")
+    }
+    return cached_file(str(name), file, **missing)
+
+
 def attention_option(attn_implementation: str) -> dict[str, str]:
     """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then
     takes what works.
@@ -137,7 +146,6 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
     Raises:
         ConfigError: there is no such model, or it has an attention that cannot be trained here.
     """
-    _refuse_flex_on_cpu(options)
     try:
         if hasattr(architecture, "validate"):
             architecture.validate()
@@ -150,14 +158,6 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
         raise ConfigError(
             f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _refuse_flex_on_cpu(options: dict[str, Any]) -> None:
-    if (
-        options.get("attn_implementation") == "flex_attention"
-        and PartialState().device.type == "cpu"
-    ):
-        raise ConfigError("--attn_implementation flex_attention has no gradient on a CPU: use sdpa")
 
 
 def _refuse_damaged(folder: Path) -> None:

@@ -113,30 +113,7 @@ def load_pretrained(
         (place,) = (place for place, part in model.named_children() if type(part) is type(tower))
         setattr(model, place, tower)
     settle_head(name, model, info, heads(model), keeps_head)
-    if "spatial_shapes" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(_to_patches, with_kwargs=True)
     return at_resolution(model, image_size), classes
-
-
-def _to_patches(
-    model: Any, args: tuple[()], options: dict[str, Any]
-) -> tuple[tuple[()], dict[str, Any]]:
-    """Before the forward of a NaFlex model: its pixel_values [rows, 3, height, width] become [rows,
-    patches, pixels].
-    """
-    images = options["pixel_values"]
-    size = model.config.vision_config.patch_size
-    rows, _, height, width = images.shape
-    patches = (
-        images.unflatten(3, (-1, size))
-        .unflatten(2, (-1, size))
-        .permute(0, 2, 4, 3, 5, 1)
-        .flatten(3)
-        .flatten(1, 2)
-    )
-    # on the CPU, where the model reads them
-    shapes = torch.tensor([[height // size, width // size]]).expand(rows, 2)
-    return args, options | {"pixel_values": patches, "spatial_shapes": shapes}
 
 
 def freeze_backbone(model: nn.Module) -> None:

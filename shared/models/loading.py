@@ -19,9 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
-from transformers.utils import cached_file
 
-from shared.models.hub import attention_option, from_hub
+from shared.models.hub import attention_option, file_of, from_hub
 from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 from shared.process.printing import note
@@ -184,7 +183,7 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
     predict several tokens (multi-token prediction), which others serve from the same checkpoint.
     """
     for file in OF_PROCESSORS:
-        if found := _file_of(name, file):
+        if found := file_of(name, file):
             shutil.copyfile(found, folder / file)
     ignored = [
         re.compile(pattern)
@@ -217,20 +216,11 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
         )
 
 
-def _file_of(name: str, file: str) -> str | None:
-    """The path of a checkpoint's file, from a folder or the Hub's cache; None if it has none."""
-    missing = {
-        f"_raise_exceptions_for_{what}": False
-        for what in ("missing_entries", "gated_repo", "connection_errors")
-    }
-    return cached_file(name, file, **missing)
-
-
 def _weight_files(name: str) -> list[str]:
-    index = _file_of(name, "model.safetensors.index.json")
+    index = file_of(name, "model.safetensors.index.json")
     names = (
         set(json.loads(Path(index).read_text())["weight_map"].values())
         if index
         else {"model.safetensors"}
     )
-    return [found for file in sorted(names) if (found := _file_of(name, file))]
+    return [found for file in sorted(names) if (found := file_of(name, file))]

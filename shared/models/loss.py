@@ -34,7 +34,7 @@ MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
 MIN_TOKENS = 1024
 # routes by pairs of keys; does not return its router's logits
 NOT_BALANCED = ("doge", "llama4_text")
-KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `_measure_head`
+KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `measure_head`
 
 
 def causal_lm_loss(
@@ -372,7 +372,7 @@ class FusedHead:
 
 
 @torch.enable_grad()
-def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
+def measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
     """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it
     leaves them as they are.
 
@@ -443,7 +443,7 @@ def fuse_head(
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         try:
-            function = _measure_head(model, whole, trial)
+            function = measure_head(model, whole, trial)
             model.fused_head = FusedHead(whole, function, compiled)
             loss = causal_lm_loss(model, trial)
             if loss.dtype != torch.float32 or not torch.allclose(plain.float(), loss, rtol=1e-3):

@@ -3,6 +3,7 @@
 schedules."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_mask
-from shared.models.loss import can_balance
+from shared.models.loss import can_balance, measure_head
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
 
@@ -66,12 +67,15 @@ class _Stage(nn.Module):
 
 
 @torch.no_grad()
-def require_same(model: Any, cuts: list[int]) -> None:
+def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Try the stages between `cuts` in a row: their logits must be those of the whole model, here
     on one short row.
 
     Each stage runs the decoder's own forward, which may do something to its input or output, or
-    hand on more than one tensor from block to block. Logits are enlarged, so that soft caps show.
+    hand on more than one tensor from block to block.
+
+    Returns:
+        What the model computes of its head's logits.
 
     Raises:
         ConfigError: this model cannot be cut.
@@ -80,26 +84,23 @@ def require_same(model: Any, cuts: list[int]) -> None:
     training = model.training
     attention = model.config._attn_implementation
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
-    enlarge = model.get_output_embeddings().register_forward_hook(
-        lambda head, args, logits: 100 * logits
-    )
     is_flash = str(attention).startswith("flash")  # for a GPU alone, and the model is not there yet
     if is_flash:
         model.set_attn_implementation("sdpa")
     try:
         model.eval()
         with torch.compiler.set_stance("force_eager"):
+            logits_of = measure_head(model, model, {"input_ids": x}) or nn.Identity()
             whole = model(input_ids=x, use_cache=False).logits
             for number in range(len(cuts) - 1):
                 x = _Stage(model, cuts, number, nullcontext)(x)
-        error = float((x - whole).norm() / whole.norm())
+        error = float((logits_of(x) - whole).norm() / whole.norm())
         why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
     except Exception as problem:  # blocks that return something else can fail anywhere
         if is_out_of_memory(problem):
             raise
         why = first_line(problem)
     finally:
-        enlarge.remove()
         if is_flash:
             model.set_attn_implementation(attention)
         model.train(training)
@@ -108,6 +109,7 @@ def require_same(model: Any, cuts: list[int]) -> None:
             f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "
             "templates/pretrain.py"
         )
+    return logits_of
 
 
 class Pipeline:
@@ -196,7 +198,7 @@ class Pipeline:
         self.scale = 1.0
         rank = dist.get_rank(self.group)
         cuts = [blocks * i // stages for i in range(stages + 1)]
-        require_same(model, cuts)
+        self.logits_of = try_stages(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
         self.has_first = 0 in mine
         self.has_last = stages - 1 in mine
@@ -225,7 +227,7 @@ class Pipeline:
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed over the targets of a micro-batch, and scaled."""
-        flat = logits.flatten(0, 1).float()
+        flat = self.logits_of(logits).flatten(0, 1).float()
         return (
             F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
             * self.scale

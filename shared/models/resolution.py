@@ -28,7 +28,7 @@ def at_resolution(model: Any, size: int) -> Any:
         with torch.no_grad():
             model.eval()(pixel_values=torch.zeros(1, 3, size, size))
         return model.train(training)
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         problem = ConfigError(
             f"--image_size {size}: {type(model).__name__} does not take it ({first_line(error)})"
         )

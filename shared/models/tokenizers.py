@@ -1,6 +1,55 @@
-"""Facts about tokenizers."""
+"""Tokenizers: loaded, and facts about them."""
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
+
+from shared.models.hub import file_of, from_hub
+from shared.process.errors import ConfigError
+
+
+def load_tokenizer(name: str | Path, **options: Any) -> Any:
+    """The tokenizer of a model, with its own chat template, or else the one in the files of the
+    model's processor.
+
+    Args:
+        options: of `from_pretrained`.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = from_hub(AutoTokenizer, name, **options)
+    for file in ("chat_template.json", "processor_config.json"):
+        if not tokenizer.chat_template and (path := file_of(name, file)):
+            template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
+            tokenizer.chat_template = template if isinstance(template, str) else None
+    return tokenizer
+
+
+def serialised(tokenizer: Any) -> str:
+    """All that a tokenizer does with a text. Raises ConfigError for a slow one, which has no such
+    form, and does not say where its tokens stand in a text.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError("the tokenizer is a slow one (Python alone): take another one")
+    return str(tokenizer.backend_tokenizer.to_str())
+
+
+def identity_of(tokenizer: Any) -> list[Any]:
+    """JSON-like: changes when what the tokenizer makes of a text or of a conversation does."""
+    digest = hashlib.sha256(serialised(tokenizer).encode()).hexdigest()
+    special = [tokenizer.bos_token_id, leading_bos(tokenizer), tokenizer.eos_token_id]
+    return [digest, special, tokenizer.model_input_names, str(tokenizer.chat_template)]
+
+
+def end_of_text(tokenizer: Any) -> int:
+    """The token that ends texts. Raises ConfigError if there is none."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no end-of-text token: take another one")
+    return int(tokenizer.eos_token_id)
 
 
 def leading_bos(tokenizer: Any) -> list[int]:

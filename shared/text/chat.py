@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import sys
 import zlib
@@ -18,11 +16,11 @@ from shared import demo
 from shared.data import prepared, records
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split, Store, prepare
-from shared.models.hub import from_hub
+from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
+from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
+from shared.process.files import cache_dir
 from shared.process.printing import note
-from shared.process.ranks import is_main_rank
 from shared.text.encoder import Encoder
 from shared.text.forms import (
     parse_json_messages,
@@ -42,6 +40,7 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.docstring_chats,
 )
+DEFAULT = "the default chat template (### User / ### Assistant)"
 WARNINGS = {  # what an encoder notes: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": (
@@ -58,30 +57,6 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with its own chat template, or else the one in the files of the
-    model's processor.
-    """
-    from transformers import AutoTokenizer
-    from transformers.utils import cached_file
-
-    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
-    for file in ("chat_template.json", "processor_config.json"):
-        if tokenizer.chat_template:
-            break
-        missing = ("missing_entries", "gated_repo", "connection_errors")
-        path = cached_file(
-            name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing}
-        )
-        template = (
-            json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
-            if path
-            else None
-        )
-        tokenizer.chat_template = template if isinstance(template, str) else None
-    return tokenizer
 
 
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
@@ -119,7 +94,7 @@ class ToSamples:
 
     Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
     counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
-    `checksum` of its tokens. A line has the columns of its record that are not learned.
+    `checksum` of its tokens. `columns` has those of its record that are not learned.
     """
 
     demo = DEMO  # what is read if no data is named
@@ -134,13 +109,9 @@ class ToSamples:
         self.allowed = config.allow_unused_columns
 
     def identity(self) -> Any:
-        tokenizer = self.encoder.tokenizer
-        serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
         return {
             "code": prepared.source_of(*self.code),
-            "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
-            "template": str(tokenizer.chat_template),
-            "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+            "tokenizer": identity_of(self.encoder.tokenizer),
             "samples": [self.seq_length, self.encoder.loss_on, self.allowed],
         }
 
@@ -149,16 +120,11 @@ class ToSamples:
         first.
         """
         forms: dict[str, str] = {}
-        are_messages: dict[str, dict[str, bool]] = {}  # see `parse_json_messages`
         for where, record in source.read():
             file = where.rpartition(":")[0]
             if file not in forms:
                 forms[file] = self.recognise(record, where)
-            yield (
-                forms[file],
-                where,
-                parse_json_messages(record, where, are_messages.setdefault(file, {})),
-            )
+            yield forms[file], where, parse_json_messages(record, where)
 
     def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
         return len(str(item))
@@ -167,12 +133,12 @@ class ToSamples:
         tokens = [np.zeros(0, np.int32)]
         marks = [np.zeros(0, bool)]
         first: list[bool] = []
-        lines: list[dict[str, Any]] = []
+        columns: list[dict[str, Any]] = []
         for form, where, record in items:
             of_record = Notes()
             samples = self.samples(record, form, where, of_record)
             names = of_record.named("unused ") if form != "plain text" else ()
-            lines += [{name: record[name] for name in names if name in record}] * len(samples)
+            columns += [{name: record[name] for name in names if name in record}] * len(samples)
             notes.update(of_record)
             for number, (ids, learned) in enumerate(samples):
                 tokens.append(np.array(ids, np.int32))
@@ -193,7 +159,7 @@ class ToSamples:
                 "first": np.array(first, bool),
                 "checksum": np.array(checksums, np.int64),
             },
-            lines=lines,
+            lines={"columns": columns},
         )
 
     def encode(
@@ -242,7 +208,7 @@ class Conversations(Split):
         numbers: see `Split`.
         end: the token that most learned turns end with, if there is one.
         own_template: whether the chat template is not the default one.
-        how_held_out: of each store, how the samples to validate on were chosen, for people.
+        validated_on: how the samples to validate on were chosen, for people.
     """
 
     def __init__(
@@ -252,12 +218,12 @@ class Conversations(Split):
         *,
         end: int | None,
         own_template: bool,
-        how_held_out: Sequence[str],
+        validated_on: str,
     ) -> None:
         super().__init__(stores, numbers)
         self.end = end
         self.own_template = own_template
-        self.how_held_out = how_held_out
+        self.validated_on = validated_on
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -299,7 +265,7 @@ class Conversations(Split):
         cut = np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1]
         end = cut + learned[cut:].sum()
         cut = cut or min(16, len(ids) // 2)
-        return ids[:cut].tolist(), ids[cut:end].tolist(), self.line(index)
+        return ids[:cut].tolist(), ids[cut:end].tolist(), self.line("columns", index)
 
 
 def open_samples(
@@ -315,99 +281,108 @@ def open_samples(
         ConfigError: wrong input, with its place, or no sample with anything to learn.
     """
     encode = kind(tokenizer, config)
-    trained: dict[str, Store] = {}
-    held_out: dict[str, Store] = {}
-    numbers: list[np.ndarray] = []
-    held_out_numbers: list[np.ndarray] = []
-    how_held_out = []
-    for name, of_source in config.sources().items():
-        train, validation = records.open_sources(of_source, demo=encode.demo)
-        store = trained[name] = _prepare(train, encode, config, config.max_train_samples)
-        if validation is None:
-            chosen, how = _hold_out(store["first"], config.validation_split_percentage)
-            if chosen.all():
-                raise ConfigError(
-                    f"{train.name}: a single sample cannot be split; give --validation_file"
-                )
-            held_out[name] = store
-            held_out_numbers.append(np.flatnonzero(chosen))
-            numbers.append(np.flatnonzero(~chosen))
-        else:
-            others = _prepare(validation, encode, config, None)
-            how = f"{len(others):,} of {validation.name}"
-            if not (held_out and config.validation_file):  # which is the same for all sources
-                held_out[name] = others
-                held_out_numbers.append(np.arange(len(others)))
-            numbers.append(np.arange(len(store)))
-        how_held_out.append(how)
-    ends = Notes()
-    for store in trained.values():
-        ends.update(store.notes)
-    by_count = ends.named("end ")
-    end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
-    own_template = encode.encoder.has_own_template
-    splits = [
-        Conversations(stores, chosen, end=end, own_template=own_template, how_held_out=how_held_out)
-        for stores, chosen in ((trained, numbers), (held_out, held_out_numbers))
-    ]
-    if is_main_rank():
-        _warn_of_copies(*splits)
-    return splits[0], splits[1]
-
-
-def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: int | None) -> Store:
-    store = prepare(
-        encode.kind, source, encode, limit=limit, processes=config.preprocessing_num_workers
+    trained, held_out = prepare_sources(
+        config,
+        encode,
+        limit=config.max_train_samples,
+        processes=config.preprocessing_num_workers,
     )
+    for store in (*trained.values(), *held_out.values()):
+        _check(store, config)
+    percent = config.validation_split_percentage
+    if held_out:
+        numbers = [np.arange(len(store)) for store in trained.values()]
+        validated = [np.arange(len(store)) for store in held_out.values()]
+        how = [f"{len(store):,} of {store.source}" for store in held_out.values()]
+    else:
+        held_out = trained
+        splits = [_hold_out(store["first"], percent) for store in trained.values()]
+        numbers = [np.flatnonzero(~chosen) for chosen, _ in splits]
+        validated = [np.flatnonzero(chosen) for chosen, _ in splits]
+        how = [stated for _, stated in splits]
+    for store, left in zip(trained.values(), numbers, strict=True):
+        if not len(left):
+            raise ConfigError(
+                f"{store.source}: a single sample cannot be split; give --validation_file"
+            )
+    notes = Notes()
+    for store in trained.values():
+        notes.update(store.notes)
+    by_count = notes.named("end ")
+    end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
+    train, validation = (
+        Conversations(
+            stores,
+            chosen,
+            end=end,
+            own_template=encode.encoder.has_own_template,
+            validated_on=" and ".join(how),
+        )
+        for stores, chosen in ((trained, numbers), (held_out, validated))
+    )
+    if copies := _count_copies(train, validation):
+        note(
+            f"warning: {copies:,} of the {len(validation):,} texts to validate on are "
+            "trained on, too, word for word"
+        )
+    return train, validation
+
+
+def _check(store: Store, config: SamplesConfig) -> None:
+    """Refuse a source without anything to learn, and say what is worth a look in it."""
     counts = store.notes.counts
     if not len(store):
         raise ConfigError(
-            f"{source.name}: none of its {counts['read']} samples has a token to learn within "
+            f"{store.source}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
-    for what, said in WARNINGS.items():
+    for what, warning in WARNINGS.items():
         if counts[what]:
-            note(f"warning: {counts[what]:,} {said}; the first is {store.notes.first[what]}")
-    return store
+            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
 
 
-def _warn_of_copies(train: Conversations, held_out: Conversations) -> None:
-    if copies := int(np.isin(held_out.column("checksum"), train.column("checksum")).sum()):
-        note(
-            f"warning: {copies:,} of the {len(held_out):,} texts to validate on are "
-            "trained on, too, word for word"
-        )
+def _count_copies(train: Conversations, held_out: Conversations) -> int:
+    """Samples to validate on that are trained on, too, word for word. Counted once: it takes a
+    second for a million samples.
+    """
+    key = prepared.fingerprint(train=train.fingerprint, held_out=held_out.fingerprint)
+
+    def build(folder: Path) -> None:
+        is_copy = np.isin(held_out.column("checksum"), train.column("checksum"))
+        (folder / "copies").write_text(str(is_copy.sum()))
+
+    folder = prepared.build_once(cache_dir() / "copies" / key, build)
+    return int((folder / "copies").read_text())
 
 
-def describe(samples: Conversations, config: SamplesConfig) -> str:
+def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) -> str:
     """A line about the data to train on: form, counts, lengths, share of tokens that the loss
     counts.
+
+    Args:
+        of_record: how many samples make one to train on: two answers make a pair.
     """
     parts = []
-    for place, (store, held_out) in enumerate(
-        zip(samples.stores, samples.how_held_out, strict=True)
-    ):
+    for store, start, stop in zip(samples.stores, samples.starts, samples.starts[1:], strict=False):
         counts = store.notes.counts
         forms = store.notes.named("form ")
         template = ""
-        of_source = slice(samples.starts[place], samples.starts[place + 1])
-        lengths = samples.lengths[of_source]
-        if forms.keys() - {"prompt and completion", "plain text"}:
-            default = "the default chat template (### User / ### Assistant)"
-            template = ", the model's chat template" if samples.own_template else f", {default}"
-        elif "prompt and completion" in forms:
+        lengths = samples.lengths[start:stop]
+        if any(not form.startswith(("prompt", "plain")) for form in forms):
+            template = ", the model's chat template" if samples.own_template else f", {DEFAULT}"
+        elif forms.keys() - {"plain text"}:
             template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
             f"{store.source}: {', '.join(forms)}{template}; {counts['read']:,} read, "
             f"{counts['cut']:,} cut to "
             f"{config.seq_length} tokens, {counts['dropped']:,} dropped because no answer is left; "
-            f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
-            f"{lengths.mean():.0f}), "
-            f"the loss counts {samples.targets[of_source].sum() / lengths.sum():.0%} of them; to "
-            f"validate on: {held_out}"
-            f"{records.not_used(store.notes.named('unused '))}"
+            f"{len(lengths) // of_record:,} to train on, {lengths.min()}-{lengths.max()} tokens "
+            f"(mean {lengths.mean():.0f}), "
+            f"the loss counts {samples.targets[start:stop].sum() / lengths.sum():.0%} of them"
         )
-    return "; ".join(parts)
+    unused = {name for store in samples.stores for name in store.notes.named("unused ")}
+    about = f"{'; '.join(parts)}; to validate on: {samples.validated_on}"
+    return about + records.not_used(unused)
 
 
 def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:

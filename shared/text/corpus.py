@@ -20,9 +20,16 @@ from shared.data import prepared, records
 from shared.data.mixture import Mixed
 from shared.data.order import Batch, Row, is_validation, near_share
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Store, prepare
+from shared.data.store import Encoded, Notes, Store, prepare_sources
 from shared.demo import DEFAULT_TEMPLATE
-from shared.models.tokenizers import leading_bos, vocabulary_size
+from shared.models.tokenizers import (
+    end_of_text,
+    identity_of,
+    leading_bos,
+    load_tokenizer,
+    serialised,
+    vocabulary_size,
+)
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
@@ -30,7 +37,7 @@ from shared.text.options import CorpusConfig
 from shared.text.special import Special, read_as_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -112,25 +119,26 @@ def open_corpus(
     Raises:
         ConfigError: as of `prepare` and `open_splits`.
     """
-    sources = config.sources()
     if tokenizer is None:
-        tokenizer = load_tokenizer(_prepare_tokenizer(config, [*sources.values()]))
+        tokenizer = load_tokenizer(_prepare_tokenizer(config) / "tokenizer")
     encode = EncodeDocuments(tokenizer, config.text_column)
+    processes = config.preprocessing_num_workers
+    stores, given = prepare_sources(config, encode, processes=processes)
+    shared = next(iter(given.values()), None)
     trained: dict[str, Tokens] = {}
     validated: dict[str, Tokens] = {}
     about = []
-    for name, source in sources.items():
-        store, given = prepare_sources(source, encode)
+    for name, store in stores.items():
         split = open_splits(
             store,
-            given,
+            given.get(name, shared),
             seq_length,
             config.validation_split_percentage,
             config.eval_samples,
             isolate=isolate,
         )
         trained[name] = split.train
-        if not (validated and config.validation_file):  # which is the same for all sources
+        if name in given or not given:
             validated[name] = split.validation
         about.append(
             f"{store.source}: {split.train.num_tokens:,} tokens to train on; "
@@ -149,23 +157,11 @@ def open_corpus(
     )
 
 
-def prepare_sources(config: CorpusConfig, encode: EncodeDocuments) -> tuple[Store, Store | None]:
-    """The documents to train on, and those to validate on if they are given. Every rank calls
-    this.
-    """
-    train, validation = records.open_sources(config, demo=DEMO)
-    processes = config.preprocessing_num_workers
-    store = prepare("corpus", train, encode, processes=processes)
-    if validation is None:
-        return store, None
-    return store, prepare("corpus", validation, encode, processes=processes)
-
-
-def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Path:
+def _prepare_tokenizer(config: CorpusConfig) -> Path:
     """The folder of a byte-level BPE that is trained on the text of all sources, a piece of each in
     turn.
     """
-    opened = [records.open_sources(source, demo=DEMO)[0] for source in sources]
+    opened = [records.open_sources(source, demo=DEMO)[0] for source in config.sources().values()]
     key = on_main(
         lambda: prepared.fingerprint(
             sources=[source.identity() for source in opened],
@@ -182,27 +178,6 @@ def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Pat
         ).save_pretrained(folder / "tokenizer")
 
     return prepared.build_once(cache_dir() / "tokenizers" / key, build)
-
-
-def serialise(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot
-    use.
-    """
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            "the tokenizer is a slow one (Python alone), too slow for a corpus: "
-            "give another --tokenizer_name"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no end-of-text token to put between documents")
-    return tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that `_prepare_tokenizer` left in its folder."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
 def train_tokenizer(
@@ -262,10 +237,10 @@ class Tokenise:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
+        self.tokenizer = Tokenizer.from_str(serialised(tokenizer))
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         self.bos = leading_bos(tokenizer)
-        self.eos = [tokenizer.eos_token_id]
+        self.eos = [end_of_text(tokenizer)]
         self.special = Special(tokenizer)
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
@@ -296,17 +271,18 @@ class EncodeDocuments:
     each document's text.
     """
 
+    kind = "corpus"
+    demo = DEMO
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, column: str) -> None:
         self.tokenise = Tokenise(tokenizer)
         self.column = column
-        serialised = serialise(tokenizer)
-        self._tokenizer = hashlib.sha256(serialised.encode()).hexdigest()
+        self._tokenizer = identity_of(tokenizer)
 
     def identity(self) -> Any:
         return {
             "code": prepared.source_of("text/corpus.py", "text/special.py"),
             "tokenizer": self._tokenizer,
-            "ends": [self.tokenise.bos, self.tokenise.eos],
             "column": self.column,
         }
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from shared.data.store import Notes
 from shared.demo import DEFAULT_TEMPLATE
-from shared.models.tokenizers import leading_bos
+from shared.models.tokenizers import end_of_text, leading_bos
 from shared.process.errors import ConfigError
 from shared.text.forms import Example, Messages, with_arguments
 from shared.text.special import Special
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
-HERE = "\ufdd0"
-NEXT = "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
-MARK = re.compile(f"{HERE}(\\d*){NEXT}")
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
+MARK = re.compile(f"{OPEN}(\\d*){CLOSE}")
 # keys of what an assistant says
 SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
@@ -43,16 +43,10 @@ class Encoder:
         loss_on: assistant, completion or all.
 
     Raises:
-        ConfigError: the tokenizer is a slow one or has no end-of-text token.
+        ConfigError: the tokenizer has no end-of-text token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                "the tokenizer is a slow one, which cannot tell where its tokens stand in the text"
-            )
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer = tokenizer
         self.loss_on = loss_on
         self.bos = leading_bos(tokenizer)
@@ -68,14 +62,14 @@ class Encoder:
         self._pattern = special.pattern
         # whether the template writes content that is a list of parts, and not text
         self.takes_parts = False
-        self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
-        turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+        self.ends = {end_of_text(tokenizer)}  # and what the chat template writes after an answer
+        turns = [{"role": "user", "content": CLOSE}, {"role": "assistant", "content": OPEN}]
         for as_parts in (False, True):
             with contextlib.suppress(Exception):  # a template may refuse these turns
                 written = _in_parts(turns) if as_parts else turns
                 _, found, after = str(
                     tokenizer.apply_chat_template(written, tokenize=False)
-                ).partition(HERE)
+                ).partition(OPEN)
                 if found:
                     self.takes_parts = as_parts
                     self.ends |= self.special.intersection(
@@ -181,72 +175,47 @@ class Encoder:
         return None
 
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
+        self._refuse_unwritten_tools(example, where)
         messages = example.messages or []
-        tools = example.tools
-        if tools and "tools" not in str(self.tokenizer.chat_template):
-            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
-        if not self.has_own_template and any(
-            m["role"] == "tool" or m.get("tool_calls") for m in messages
-        ):
-            raise ConfigError(
-                f"{where}: calls a tool, but the default chat template has no tools: choose a "
-                "model with a chat template"
-            )
-        turns = [
-            number for number, message in enumerate(messages) if message["role"] == "assistant"
-        ]
-        wanted = [
-            n
-            for n in (turns[-1:] if self.loss_on == "completion" else turns)
-            if messages[n].get("weight", 1)
-        ]
+        turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        chosen = turns[-1:] if self.loss_on == "completion" else turns
+        wanted = [n for n in chosen if messages[n].get("weight", 1)]
         messages = [
-            {key: value for key, value in message.items() if key != "weight"}
-            for message in messages
+            {key: value for key, value in turn.items() if key != "weight"} for turn in messages
         ]
-        runs: list[Span] = []
-        answers: list[_Answer] = []
+        marked: list[Span] = []  # by {% generation %}
+        answers: list[Answer] = []
         try:
-            template = self._with_fixed_date(tools)
-            options: Any = {"tools": tools, "chat_template": template, **example.template_options}
+            template = self._with_fixed_date(example.tools)
+            options: Any = {"tools": example.tools, "chat_template": template}
+            options |= example.template_options
             render: Any = partial(self._render, **options)
             messages = _with_accepted_calls(messages, render)
             if self.marks_turns:
-                from transformers.utils.chat_template_utils import render_jinja_template
-
-                options |= {
-                    "return_assistant_tokens_mask": True,
-                    **self.tokenizer.special_tokens_map,
-                }
-                marked: Any = render_jinja_template(
-                    [_in_parts(messages) if self.takes_parts else messages], **options
-                )
-                text = marked[0][0]
-                runs = marked[1][0]
+                text, marked = self._render_marked(messages, **options)
             else:
                 text = render(messages)
             if wanted and self.loss_on != "all":
                 # it may refuse placeholders
                 with contextlib.suppress(*([Exception] if self.marks_turns else [])):
-                    answers = _find_answers(render, text, messages, wanted)
+                    answers = find_answers(render, text, messages, wanted)
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
             raise ConfigError(
                 f"{where}: the chat template refuses this conversation ({error})"
             ) from None
-        spans = [(answer.first, answer.last) for answer in answers]
-        parts = [text[first:last] for first, last in spans]
+        spans = [(answer.start, answer.stop) for answer in answers]
+        learned = [text[start:stop] for start, stop in spans]  # of each wanted turn
         if self.loss_on == "all":
             spans = [(0, len(text))]
-            parts = [text] * len(wanted)
-        elif runs:
-            within = [
-                [run for run in runs if run[0] < last and first < run[1]] for first, last in spans
+            learned = [text] * len(wanted)
+        elif marked:
+            of_answers = [
+                [mark for mark in marked if mark[0] < stop and start < mark[1]]
+                for start, stop in spans
             ]
-            whole = "".join(text[first:last] for first, last in runs)
-            parts = ["".join(text[first:last] for first, last in part) for part in within] or [
-                whole
-            ] * len(wanted)
-            spans = runs if wanted == turns else [*chain(*within)]
+            of_answers = of_answers or [marked] * len(wanted)
+            learned = ["".join(text[a:b] for a, b in marks) for marks in of_answers]
+            spans = marked if wanted == turns else [*chain(*of_answers)] * bool(answers)
         if wanted and not spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes "
@@ -254,92 +223,74 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last "
                 "answer), or --loss_on all"
             )
-        calling = {answer.number for answer in answers if answer.calls}
-        silent = [
-            n
-            for n in wanted
-            if n not in calling and not str(messages[n].get("content") or "").strip()
-        ]
-        dropped = {
-            n for n in silent if _words(messages[n]) and _is_dropped(render, text, messages, n)
-        }
-        self._look_for({n: messages[n] for n in wanted}, parts, dropped, where, notes)
-        shown = [
-            (number, str(turn.get("content")))
-            for number, turn in enumerate(messages, 1)
-            if turn["role"] == "tool"
-        ]
-        for number, said in shown:
-            if not _is_written(said, text):
-                notes.add("lost", f"{where}, message {number}: {said[:40]!r}")
+        calling = {answer.turn for answer in answers if answer.calls}
+        for n, part in zip(wanted, learned, strict=True):
+            turn = messages[n]
+            words = _words(turn)
+            is_silent = not str(turn.get("content") or "").strip()
+            # short words may be in `part` by chance
+            is_dropped = words and is_silent and n not in calling
+            is_dropped = is_dropped and _is_dropped(render, text, messages, n)
+            lost = [word for word in words if is_dropped or not _is_written(word, part)]
+            # a turn without marks is no empty answer
+            if is_silent and lost and lost == words and (part or not self.marks_turns):
+                raise ConfigError(
+                    f"{where}: the chat template writes nothing of what the assistant says in "
+                    f"message {n + 1}, so an empty answer would be learned ({lost[0][:40]!r} is "
+                    "missing): choose a model whose chat template "
+                    'writes it, or give the message "weight": 0'
+                )
+            if lost:
+                notes.add("lost", f"{where}, message {n + 1}: {lost[0][:40]!r}")
+        for n, turn in enumerate(messages, 1):
+            if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
+                notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
         ids, mask, places = self._tokens(text, spans)
         # of tokens, which do not go across the end of a prompt
         borders = {*places.ravel().tolist()}
 
-        def unlike(found: list[_Answer]) -> set[int]:
-            return {
-                answer.number
-                for answer in found
-                if not (answer.follows and answer.first in borders)
-            } - {0}
+        def unlike(found: list[Answer]) -> set[int]:
+            """The turns that do not follow the generation prompt."""
+            follow = {a.turn for a in found if a.follows and a.start in borders}
+            return {a.turn for a in found} - follow - {0}
 
-        asked: dict[int, bool] = {}
+        thinking: dict[int, bool] = {}  # with which --enable_thinking a turn would follow it
         for value in (False, True) if unlike(answers) and "enable_thinking" in template else ():
             with contextlib.suppress(Exception):  # a template may refuse it
-                found = _find_answers(
-                    partial(render, enable_thinking=value), text, messages, wanted
-                )
-                asked |= dict.fromkeys(
-                    {answer.number for answer in found} - unlike(found) - asked.keys(), value
-                )
-        for number in sorted(unlike(answers)):
-            option = json.dumps({"chat_template_kwargs": {"enable_thinking": asked.get(number)}})[
-                1:-1
-            ]
-            how = f", as it does with {option}" if number in asked else ""
-            notes.add("unlike", f"{where}, message {number + 1}{how}")
+                with_value = partial(render, enable_thinking=value)
+                found = find_answers(with_value, text, messages, wanted)
+                follow = {a.turn for a in found} - unlike(found)
+                thinking = dict.fromkeys(follow, value) | thinking
+        for n in sorted(unlike(answers)):
+            option = {"chat_template_kwargs": {"enable_thinking": thinking.get(n)}}
+            how = f", as it does with {json.dumps(option)[1:-1]}" if n in thinking else ""
+            notes.add("unlike", f"{where}, message {n + 1}{how}")
         return ids, mask
 
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
-    def _look_for(
-        self,
-        learned: dict[int, dict[str, Any]],
-        parts: list[str],
-        dropped: set[int],
-        where: str,
-        notes: Notes,
-    ) -> None:
-        """Note turns with words that are not in the rendered text. Refuse one of which nothing is
-        there.
+    def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
+        """(the text, what the template marks with {% generation %})."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-        Args:
-            learned: the learned turns, by their numbers.
-            parts: what is learned of each in the rendered text.
-            dropped: numbers of turns of which the template writes nothing. Short words may be in a
-                part by chance.
-        """
-        for (number, message), part in zip(learned.items(), parts, strict=True):
-            words = _words(message)
-            lost = [word for word in words if number in dropped or not _is_written(word, part)]
-            marks_it = bool(part) or not self.marks_turns  # a turn without marks is no empty answer
-            if (
-                marks_it
-                and lost
-                and lost == words
-                and not str(message.get("content") or "").strip()
-            ):
-                raise ConfigError(
-                    f"{where}: the chat template writes nothing of what the assistant says in "
-                    f"message {number + 1}, so an "
-                    f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model "
-                    "whose chat template "
-                    'writes it, or give the message "weight": 0'
-                )
-            if lost:
-                notes.add("lost", f"{where}, message {number + 1}: {lost[0][:40]!r}")
+        turns: Any = _in_parts(messages) if self.takes_parts else messages
+        options = {**options, **self.tokenizer.special_tokens_map}
+        rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
+        (text,), (marks,) = rendered
+        return text, marks
+
+    def _refuse_unwritten_tools(self, example: Example, where: str) -> None:
+        if example.tools and "tools" not in str(self.tokenizer.chat_template):
+            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
+        if not self.has_own_template and any(
+            turn["role"] == "tool" or turn.get("tool_calls") for turn in example.messages or ()
+        ):
+            raise ConfigError(
+                f"{where}: calls a tool, but the default chat template has no tools: choose a "
+                "model with a chat template"
+            )
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
@@ -461,14 +412,142 @@ def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, numbe
     return False
 
 
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """Where an assistant's turn stands in the rendered text, with its end token."""
 
-    number: int
-    first: int
-    last: int
+    turn: int
+    start: int
+    stop: int
     calls: bool  # tools, and they are written
-    follows: bool  # what the template's generation prompt gives at inference, which ends at `first`
+    follows: bool  # what the template's generation prompt gives at inference
+
+
+class _Gap(NamedTuple):
+    """What the template writes before an answer."""
+
+    turn: int  # that follows
+    text: str
+    thought: str  # <think> of the generation prompt, with which the answer may begin
+    has_prompt: bool  # whether the text ends with the generation prompt
+    end: int  # of the answer's end token, the characters that the next gap begins with
+
+
+def find_answers(
+    render: Callable[..., str], text: str, messages: Messages, wanted: list[int]
+) -> list[Answer]:
+    """The `wanted` turns in the rendered `text`. Empty if one of them cannot be found.
+
+    The conversation is rendered once more, as an `_Outline` with placeholders for answers. That
+    shows the gaps between answers. They are looked for in `text`, and what is between two of them
+    is an answer: without the <think> of the generation prompt, and with its end token.
+    """
+    outline = _Outline(render, messages, wanted)
+    if [*outline.marks] != wanted:
+        return []
+    gaps: list[_Gap] = []
+    prompts: dict[str, tuple[str, str, bool]] = {}  # by the role of the message before the answer
+    begin = 0
+    for turn, (mark, mark_stop) in outline.marks.items():
+        role = messages[turn - 1]["role"] if turn else ""
+        if role not in prompts:
+            prompts[role] = outline.prompt_before(turn)
+        prompt, thought, is_alike = prompts[role]
+        place = outline.text.rfind(prompt, outline.text.rfind(CLOSE, 0, mark) + 1, mark)
+        stop = place + len(prompt) if place >= 0 else mark
+        end = outline.length_of_end(turn)
+        gap = _Gap(turn, outline.text[begin:stop], thought, place >= 0 and is_alike, end)
+        begin = mark_stop
+        if turn in outline.calling:
+            if not (turn and prompt and place >= 0):
+                return []
+            # what closes arguments depends on what they are, so the next gap begins after it
+            begin += end
+            gap = gap._replace(end=0)
+        gaps.append(gap)
+    pieces = [MARK.sub("", piece) for piece in (*(gap.text for gap in gaps), outline.text[begin:])]
+    places = _in_order(text, pieces)
+    answers = []
+    for gap, piece, place, next_place in zip(gaps, pieces, places, places[1:], strict=False):
+        start = place + len(piece)
+        thinks = text.startswith(gap.thought, start)
+        start += len(gap.thought) * thinks
+        stop = next_place + gap.end
+        while text[stop - 1 : stop].isspace():
+            stop -= 1
+        calls = gap.turn in outline.calling
+        answers.append(Answer(gap.turn, start, stop, calls, gap.has_prompt and thinks))
+    return answers
+
+
+class _Outline:
+    """A conversation with placeholders as its `wanted` answers, as the template writes it.
+
+    Attributes:
+        turns: the messages with placeholders.
+        text: what the template makes of them.
+        marks: the place of each wanted turn's placeholders, from the first to the last; not of one
+            that the template leaves out.
+        calling: the wanted turns that have them in their calls of tools.
+    """
+
+    def __init__(self, render: Callable[..., str], messages: Messages, wanted: list[int]) -> None:
+        self.render = render
+        self.calling = {n for n in wanted if messages[n].get("tool_calls")}
+        self._write(messages, wanted)
+        if [*self.marks] != wanted:  # the template does not write all calls
+            self.calling &= self.marks.keys()
+            self._write(messages, wanted)
+
+    def _write(self, messages: Messages, wanted: list[int]) -> None:
+        self.turns = [
+            _as_placeholder(turn, f"{OPEN}{n}{CLOSE}", calls=n in self.calling)
+            if n in wanted
+            else _divided(turn, before_answer=n + 1 in wanted)
+            for n, turn in enumerate(messages)
+        ]
+        self.text = self.render(self.turns)
+        self.marks: dict[int, Span] = {}
+        for mark in MARK.finditer(self.text):
+            if mark[1]:
+                start, _ = self.marks.get(int(mark[1]), mark.span())
+                self.marks[int(mark[1])] = start, mark.end()
+
+    def prompt_before(self, turn: int) -> tuple[str, str, bool]:
+        """What the template writes at inference after the message before a turn.
+
+        Returns:
+            (the generation prompt without its <think> part, which some templates leave out of a
+            finished conversation; that part; whether the text up to the prompt is that of the
+            outline).
+        """
+        before = ""
+        prompt = self.text[: self.marks[turn][0]]
+        if turn:  # templates refuse an empty list
+            *turns, last = self.turns[:turn]
+            asked = [*turns, {**last, "content": OPEN + CLOSE}]
+            written = self.render(asked, add_generation_prompt=True)
+            before, _, prompt = written.rpartition(OPEN + CLOSE)
+        header = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", prompt)
+        return header, prompt.removeprefix(header), self.text.startswith(before)
+
+    def length_of_end(self, turn: int) -> int:
+        """Characters of what ends a turn, after its placeholder: the common beginning of what
+        follows there, and of what follows the last turn.
+        """
+        after = self.text[self.marks[turn][1] :].partition(OPEN)[0]
+        end = commonprefix([after, self._tails[turn in self.calling]])  # noqa: RUF071
+        # without a part of a token
+        return len(re.sub(r"(?<=\S)\s*<[^<>]*$", "", end).rstrip())
+
+    @cached_property
+    def _tails(self) -> dict[bool, str]:
+        """What follows the last turn, of those that call tools (True) and of the others."""
+        tails = {}
+        for calls, last in {n in self.calling: n for n in self.marks}.items():
+            is_end = last == len(self.turns) - 1
+            text = self.text if is_end else self.render(self.turns[: last + 1])
+            tails[calls] = text.rpartition(CLOSE)[2]
+        return tails
 
 
 def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[str, Any]:
@@ -504,7 +583,7 @@ def _divided(message: dict[str, Any], *, before_answer: bool) -> dict[str, Any]:
     )
     if further_up or not said.strip():
         return message
-    return {**message, "content": said[: len(said) // 2] + HERE + NEXT + said[len(said) // 2 :]}
+    return {**message, "content": said[: len(said) // 2] + OPEN + CLOSE + said[len(said) // 2 :]}
 
 
 def _in_order(text: str, pieces: list[str]) -> list[int]:
@@ -520,84 +599,3 @@ def _in_order(text: str, pieces: list[str]) -> list[int]:
         0 <= place == text.rfind(piece, 0, end) for piece, place, end in ends
     )
     return places if fits else []
-
-
-def _find_answers(
-    render: Callable[..., str], text: str, messages: Messages, wanted: list[int]
-) -> list[_Answer]:
-    """The `wanted` turns in the rendered `text`. Empty if one of them cannot be found.
-
-    Rendered with placeholders as the answers, a conversation shows the text between answers, which
-    is found in `text`, too. An answer begins after the generation prompt, without its <think>,
-    which some templates leave out of a finished conversation. It ends with the common beginning of
-    what follows it and of what follows the last one: its end token.
-    """
-    calling = {number for number in wanted if messages[number].get("tool_calls")}
-    for _ in range(2):
-        shown = [
-            _as_placeholder(turn, f"{HERE}{n}{NEXT}", calls=n in calling)
-            if n in wanted
-            else _divided(turn, before_answer=n + 1 in wanted)
-            for n, turn in enumerate(messages)
-        ]
-        written = render(shown)
-        marks: dict[str, list[int]] = {}
-        for found in MARK.finditer(written):
-            marks.setdefault(found[1], [found.start(), 0])[1] = found.end()
-        marks.pop("", None)
-        if [*map(int, marks)] == wanted:
-            break
-        calling &= {*map(int, marks)}  # the template writes no calls
-    else:
-        return []
-    last_with = {number in calling: number + 1 for number in wanted}
-    tails = {
-        calls: (render(shown[:stop]) if stop < len(shown) else written).rpartition(NEXT)[2]
-        for calls, stop in last_with.items()
-    }
-    # by the role of the last message, what follows its text, and the last thought
-    prompts: dict[str, tuple[str, str]] = {}
-    pieces = []
-    facts = []
-    begin = 0
-    for number, (first, last) in zip(wanted, marks.values(), strict=True):
-        role = messages[number - 1]["role"] if number else ""
-        before = ""
-        if role not in prompts:
-            after = written[:first]
-            if number:  # templates refuse an empty list
-                prompt = [*shown[: number - 1], {**shown[number - 1], "content": HERE + NEXT}]
-                before, _, after = render(prompt, add_generation_prompt=True).rpartition(
-                    HERE + NEXT
-                )
-            header = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", after)
-            prompts[role] = header, after.removeprefix(header)
-        header, thought = prompts[role]
-        place = written.rfind(header, written.rfind(NEXT, 0, first) + 1, first)
-        if number in calling and not (number and header and place >= 0):
-            return []
-        pieces.append(MARK.sub("", written[begin : place + len(header) if place >= 0 else first]))
-        shared = commonprefix([written[last:].partition(HERE)[0], tails[number in calling]])  # noqa: RUF071
-        end = len(re.sub(r"(?<=\S)\s*<[^<>]*$", "", shared).rstrip())  # without a part of a token
-        # the end of arguments depends on what they are
-        begin = last + end if number in calling else last
-        facts.append(
-            (number, thought, place >= 0 and written.startswith(before), last + end - begin)
-        )
-    pieces.append(MARK.sub("", written[begin:]))
-    places = _in_order(text, pieces)
-    answers = []
-    for (number, thought, follows, end), piece, place, last in zip(
-        facts, pieces, places, places[1:], strict=False
-    ):
-        first = place + len(piece)
-        last = last + end
-        opened = text.startswith(thought, first)
-        while text[last - 1 : last].isspace():
-            last -= 1
-        answers.append(
-            _Answer(
-                number, first + len(thought) * opened, last, number in calling, follows and opened
-            )
-        )
-    return answers

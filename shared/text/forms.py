@@ -19,19 +19,14 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
     "observation": "tool",
 }
+BESIDE_MESSAGES = ("system", "tools", "chat_template_kwargs")
 # form: the columns that tell it, and others of its messages
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # the first match counts
-    "chat messages": (("messages",), ("system", "tools", "chat_template_kwargs")),
-    "ShareGPT conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "prompt and completion": (
-        ("prompt", "completion"),
-        ("system", "tools", "chat_template_kwargs"),
-    ),
-    "Alpaca instructions": (
-        ("instruction", "output"),
-        ("input", "history", "system", "tools", "chat_template_kwargs"),
-    ),
+    "chat messages": (("messages",), BESIDE_MESSAGES),
+    "ShareGPT conversations": (("conversations",), BESIDE_MESSAGES),
+    "prompt and completion": (("prompt", "completion"), BESIDE_MESSAGES),
+    "Alpaca instructions": (("instruction", "output"), ("input", "history", *BESIDE_MESSAGES)),
     "plain text": (("text",), ()),
 }
 _MESSAGE_KEYS = (
@@ -100,18 +95,12 @@ def recognise(record: dict[str, Any], where: str) -> str:
     )
 
 
-def parse_json_messages(
-    record: dict[str, Any], where: str, are_messages: dict[str, bool]
-) -> dict[str, Any]:
-    """A record of which messages in columns that may be text, too, are parsed if they are JSON: CSV
-    has no lists.
-
-    Args:
-        are_messages: whether a column of this file is such JSON. The first record says it, and is
-            noted here.
+def parse_json_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """A record with messages in place of their JSON in columns that may be text, too: CSV has no
+    lists.
 
     Raises:
-        ConfigError: one record is such JSON and another is not, or it is Python's text of messages.
+        ConfigError: it is Python's text of messages.
     """
     for column in ("prompt", "completion", "chosen", "rejected"):
         if not isinstance(text := record.get(column), str):
@@ -122,16 +111,7 @@ def parse_json_messages(
             )
         value = from_cell(text) if text.lstrip()[:1] in ("[", "{") else None
         messages = [value] if isinstance(value, dict) else value
-        parsed = isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
-        if parsed != are_messages.setdefault(column, parsed):
-            kinds = (
-                ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
-            )
-            raise ConfigError(
-                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records "
-                "before: use one form in a file"
-            )
-        if parsed:
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
             record = record | {column: messages}
     return record
 

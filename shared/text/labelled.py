@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from shared.data import prepared, records
 from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels, warn_of_joined
 from shared.data.order import Batch, Row
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split, Store, prepare
-from shared.models.hub import from_hub
+from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
+from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
 from shared.text.special import Special, read_as_text
@@ -35,30 +34,8 @@ DEMO = Source(
 )
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads on the right. One without a padding token pads with its
-    end-of-text token.
-
-    Strings of special tokens in a text are text, also where the tokenizer is saved with a model.
-
-    Raises:
-        ConfigError: it cannot be loaded, or has neither token.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name, split_special_tokens=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None or not tokenizer.is_fast:
-        raise ConfigError(
-            f"{name}: its tokenizer has no padding and no end-of-text token, or is a slow one"
-        )
-    tokenizer.padding_side = "right"
-    return tokenizer
-
-
-# The text, or both; and what is kept of the record: its label, its place, and the rest.
-Item = tuple[tuple[str, ...], dict[str, Any]]
+# The text, or both; its label; and what is kept of the record: its place, and the rest
+Item = tuple[tuple[str, ...], Any, dict[str, Any]]
 
 
 class Texts(Split):
@@ -96,7 +73,7 @@ class Texts(Split):
 
     def shown(self, number: int) -> dict[str, Any]:
         """Where a text is from, and its record without the label."""
-        line = self.line(number)
+        line = self.line("record", number)
         return {"where": line["where"]} | line["record"]
 
     def position(self, number: int) -> tuple[int, int]:
@@ -138,8 +115,11 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
 class EncodeTexts:
     """Records to tokens, see `store.Encode`: `input_ids` and perhaps `token_type_ids`.
 
-    A line has the label, the place and the rest of a record.
+    Of each record, it keeps the `label`, and the place and the rest as `record`.
     """
+
+    kind = "labelled"
+    demo = DEMO
 
     def __init__(self, config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.columns = {kind: getattr(config, f"{kind}_column") for kind in COLUMNS}
@@ -148,11 +128,9 @@ class EncodeTexts:
         self.tokenizer = tokenizer
 
     def identity(self) -> Any:
-        serialised = self.tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
         return {
             "code": prepared.source_of("text/labelled.py", "text/special.py"),
-            "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
-            "makes": self.tokenizer.model_input_names,
+            "tokenizer": identity_of(self.tokenizer),
             "seq_length": self.seq_length,
             "columns": self.columns,
         }
@@ -183,7 +161,7 @@ class EncodeTexts:
                 for name, value in record.items()
                 if name not in (columns["label"], "where")
             }
-            yield texts, {"label": label, "where": where, "record": others}
+            yield texts, label, {"where": where, "record": others}
 
     def _columns_of(self, record: dict[str, Any], where: str) -> dict[str, str]:
         """The names of the columns: text, perhaps text_pair, and label."""
@@ -209,7 +187,7 @@ class EncodeTexts:
         return sum(map(len, item[0]))
 
     def __call__(self, items: list[Item], notes: Notes) -> Encoded:
-        texts, lines = zip(*items, strict=True)
+        texts, labels, kept = zip(*items, strict=True)
         encoded = self.tokenizer(
             *(list(column) for column in zip(*texts, strict=True)),
             truncation=True,
@@ -221,8 +199,7 @@ class EncodeTexts:
         lengths = np.array([len(ids) for ids in encoded["input_ids"]])
         if not lengths.all():
             raise ConfigError(
-                f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes "
-                "no token of this text"
+                f"{kept[int(lengths.argmin())]['where']}: the tokenizer makes no token of this text"
             )
         values = {
             name: np.concatenate(encoded[name]).astype(kind)
@@ -233,79 +210,80 @@ class EncodeTexts:
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
         notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
         notes.counts["cut"] += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        lines = {"label": labels, "record": kept}
         return Encoded(values, np.cumsum(lengths), lines=lines)
 
 
 def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> LabelledData:
     """Prepare the data, or each source of a mixture, and split them. Every rank calls this.
 
+    Args:
+        tokenizer: pads on the right from now on, with its end-of-text token if it has no other.
+
     Raises:
         ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
     """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
     encode = EncodeTexts(config, tokenizer)
     processes = config.preprocessing_num_workers
-    stores: dict[str, Store] = {}
-    given: dict[str, Store] = {}
-    for name, of_source in config.sources().items():
-        train, validation = records.open_sources(of_source, demo=DEMO)
-        stores[name] = prepare("labelled", train, encode, processes=processes)
-        if validation is not None and not (given and config.validation_file):  # the same for all
-            given[f"validation {name}"] = prepare(
-                "labelled", validation, encode, processes=processes
-            )
-    sources = len(stores)
-    stores |= given
-    bounds = np.cumsum([0, *map(len, stores.values())])
-    trained = int(bounds[sources])
-    raw = [line["label"] for store in stores.values() for line in store.lines()]
+    trained, given = prepare_sources(config, encode, processes=processes)
+    source = ", ".join(store.source for store in trained.values())
+    stores = [*trained.values(), *given.values()]
+    starts = np.cumsum([0, *map(len, stores)])
+    raw = [label for store in stores for label in store.lines("label")]
 
     def where(number: int) -> str:
-        of = int(np.searchsorted(bounds, number, side="right")) - 1
-        return [*stores.values()][of].line(number - int(bounds[of]))["where"]
+        of = int(np.searchsorted(starts, number, side="right")) - 1
+        return stores[of].line("record", number - int(starts[of]))["where"]
 
-    labels = read_labels(raw, config.problem_type or problem_type_of(raw), where, trained=trained)
+    first_given = int(starts[len(trained)])
+    problem_type = config.problem_type or problem_type_of(raw)
+    labels = read_labels(raw, problem_type, where, trained=first_given)
     warn_of_joined(set(labels.classes), labels.problem_type)
-    held_out = np.arange(len(labels)) >= trained
+    held_out = np.arange(len(labels)) >= first_given
     if not given:
         held_out = labels.hold_out(config.validation_split_percentage)
     labels.take(np.flatnonzero(~held_out)).require_trained(f"{where(0)} and after", "text")
-    source = ", ".join(store.source for store in [*stores.values()][:sources])
     if not held_out.any():
         raise ConfigError(f"{source}: no text to validate on")
-    numbers = [np.flatnonzero(~held_out[a:b]) for a, b in pairwise(bounds)][:sources]
-    held_out_numbers = [np.flatnonzero(held_out[a:b]) for a, b in pairwise(bounds)]
-    for store, chosen in zip(stores.values(), held_out_numbers, strict=True):
-        # batches of similar lengths
-        chosen[:] = chosen[np.argsort(-store.lengths[chosen], kind="stable")]
 
-    def texts(of: Mapping[str, Store], chosen: list[np.ndarray]) -> Texts:
-        in_all = np.concatenate([start + some for start, some in zip(bounds, chosen, strict=False)])
-        return Texts(of, chosen, labels.take(in_all), tokenizer)
+    def texts(of: Mapping[str, Store], starts: np.ndarray, chosen: np.ndarray) -> Texts:
+        """The texts of some stores that are `chosen`, [texts] bool over all stores."""
+        numbers = []
+        for store, start in zip(of.values(), starts, strict=False):
+            in_store = np.flatnonzero(chosen[start : start + len(store)])
+            if chosen is held_out:  # batches of similar lengths
+                in_store = in_store[np.argsort(-store.lengths[in_store], kind="stable")]
+            numbers.append(in_store)
+        in_all = [start + part for start, part in zip(starts, numbers, strict=False)]
+        return Texts(of, numbers, labels.take(np.concatenate(in_all)), tokenizer)
 
-    train_texts = texts(dict([*stores.items()][:sources]), numbers)
-    validation_texts = texts(stores, held_out_numbers)
+    train = texts(trained, starts, ~held_out)
+    validation = texts(given or trained, starts[len(trained) :] if given else starts, held_out)
     identity = prepared.fingerprint(
-        train=train_texts.fingerprint,
-        validation=validation_texts.fingerprint,
+        train=train.fingerprint,
+        validation=validation.fingerprint,
         classes=labels.classes,
         labels=hashlib.sha256(labels.values.tobytes()).hexdigest(),
     )
-    about = f"{source}: {_describe(train_texts, validation_texts, config)}"
-    return LabelledData(train_texts, validation_texts, identity, about)
+    about = f"{source}: {_describe(train, validation, config)}"
+    return LabelledData(train, validation, identity, about)
 
 
 def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> str:
     labels = train.labels
     lengths = train.lengths
     notes = Notes()
-    for store in validation.stores:
+    for store in {*train.stores, *validation.stores}:
         notes.update(store.notes)
     counts = labels.counts()
     most = [f"{labels.classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
     most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
     by_class = f" ({', '.join(most)})" if most else ""
-    how = f"of {', '.join(store.source for store in validation.stores[len(train.stores) :])}"
-    if len(validation.stores) == len(train.stores):
+    how = f"of {', '.join(store.source for store in validation.stores)}"
+    if validation.stores == train.stores:
         of_each_class = "" if labels.problem_type == "regression" else " of each class"
         how = f"{config.validation_split_percentage:g}%{of_each_class} held out"
     return (

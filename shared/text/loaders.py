@@ -22,9 +22,9 @@ from shared.text.packing import Packed, collate_packed, collate_padded, rows_ord
 
 @dataclass
 class ChatData:
-    train: Loader  # micro-batches of rows
+    train: Loader  # micro-batches of rows, or of pairs
     validation: Loader
-    held_out: chat.Conversations  # the validation samples
+    held_out: Any  # the validation samples, `chat.Conversations` or `preferences.Pairs`
     about: str  # a line for people
     fingerprint: str  # changes when the samples or their rows do
 

@@ -61,20 +61,13 @@ class CorpusConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.streaming and (
-            self.preprocess_only or self.validation_file or self.validation_split_name
-        ):
-            raise ConfigError(
-                "--streaming works with none of --preprocess_only, --validation_file and "
-                "--validation_split_name"
-            )
-        if self.streaming and self.mix_weights:
-            raise ConfigError("--mix_weights does not work with --streaming: drop one of them")
-        if self.streaming and self.isolate_documents:
-            raise ConfigError(
-                "--isolate_documents needs the ends of documents, which "
-                "--streaming does not keep: drop one"
-            )
+        needs_all = (
+            *("preprocess_only", "validation_file", "validation_split_name"),
+            *("mix_weights", "isolate_documents"),
+        )
+        wrong = [f"--{name}" for name in needs_all if getattr(self, name)]
+        if self.streaming and wrong:
+            raise ConfigError(f"--streaming does not work with {' and '.join(wrong)}: drop one")
         if self.shuffle_window and not self.streaming:
             raise ConfigError(
                 "--shuffle_window is for --streaming; without it, the whole "

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,30 +65,27 @@ class Packed:
         self.samples = samples
         self.capacity = capacity
         sizes = getattr(samples, "sources", {"": len(samples.lengths)})
-        lengths = hashlib.sha256(
-            np.ascontiguousarray(samples.lengths, np.int64).tobytes()
-        ).hexdigest()
-        how = {"code": prepared.source_of("text"), "sizes": [*sizes.values()], "capacity": capacity}
-        key = prepared.fingerprint(lengths=lengths, **how)
+        lengths = np.ascontiguousarray(samples.lengths, np.int64)
+        key = prepared.fingerprint(
+            lengths=hashlib.sha256(lengths.tobytes()).hexdigest(),
+            code=prepared.source_of("text"),
+            sizes=[*sizes.values()],
+            capacity=capacity,
+        )
 
         def build(folder: Path) -> None:
-            bounds = np.cumsum([0, *sizes.values()]).tolist()
-            rows = [
-                best_fit_decreasing(samples.lengths[a:b], capacity) for a, b in pairwise(bounds)
-            ]
-            parts = [
-                [start + np.fromiter(row, np.int64) for row in some]
-                for start, some in zip(bounds, rows, strict=False)
-            ]
-            np.save(
-                folder / "samples.npy",
-                np.concatenate([np.zeros(0, np.int64), *chain.from_iterable(parts)]),
-            )
-            np.save(
-                folder / "ends.npy",
-                np.cumsum([len(row) for some in rows for row in some], dtype=np.int64),
-            )
-            np.save(folder / "rows.npy", np.array([len(some) for some in rows]))
+            rows: list[list[int]] = []
+            rows_of: list[int] = []  # of each source
+            start = 0
+            for size in sizes.values():
+                packed = best_fit_decreasing(lengths[start : start + size], capacity)
+                rows += [[start + sample for sample in row] for row in packed]
+                rows_of.append(len(packed))
+                start += size
+            chosen = np.fromiter(chain.from_iterable(rows), np.int64)
+            np.save(folder / "samples.npy", chosen)
+            np.save(folder / "ends.npy", np.cumsum([len(row) for row in rows], dtype=np.int64))
+            np.save(folder / "rows.npy", np.array(rows_of))
 
         folder = prepared.build_once(cache_dir() / "packed" / key, build)
         self._samples, self._ends, rows = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from shared import demo
 from shared.config.options import BatchConfig
-from shared.data import records
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
@@ -25,6 +24,7 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.forms import Messages, from_cell
+from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded
 
@@ -269,36 +269,6 @@ def read_pairs(
     return train, held_out
 
 
-def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
-    """One line about the data: form, counts, lengths."""
-    lengths = train.samples.lengths
-    (store,) = train.samples.stores
-    counts = store.notes.counts
-    template = (
-        ""
-        if train.samples.own_template
-        else ", the default chat template for messages (### User / ### Assistant)"
-    )
-    return (
-        f"{store.source}: {', '.join(store.notes.named('form '))}{template}; "
-        f"{counts['read']:,} pairs read, {counts['cut']:,} cut to "
-        f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, "
-        f"of {lengths.min()}-"
-        f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); "
-        f"{len(held_out):,} to validate on"
-        f"{records.not_used(store.notes.named('unused '))}"
-    )
-
-
-@dataclass
-class PairData:
-    train: Loader  # micro-batches of pairs
-    validation: Loader
-    held_out: Pairs
-    about: str  # a line for people
-    fingerprint: str  # changes when the pairs do
-
-
 def build_loaders(
     train: Pairs,
     held_out: Pairs,
@@ -307,7 +277,7 @@ def build_loaders(
     accelerator: Accelerator,
     *,
     packed: bool,
-) -> PairData:
+) -> ChatData:
     """Batches of pairs of similar lengths; those to train on with both answers in a row if
     `packed`.
 
@@ -330,13 +300,9 @@ def build_loaders(
     chosen = EvenSubset(held_out, options.eval_samples)
     size = batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
-    return PairData(
-        loader,
-        validation,
-        held_out,
-        describe(train, held_out, options),
-        f"{train.samples.fingerprint}, {held_out.samples.fingerprint}",
-    )
+    about = chat.describe(train.samples, options, of_record=2)
+    fingerprint = f"{train.samples.fingerprint}, {held_out.samples.fingerprint}"
+    return ChatData(loader, validation, held_out, about, fingerprint)
 
 
 def one_pass(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +18,11 @@ from shared.data.loader import Share, ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
+from shared.models.tokenizers import identity_of
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, pieces, serialise, size_of
+from shared.text.corpus import Piece, Tokenise, pieces, size_of
 from shared.text.options import CorpusConfig
 
 if TYPE_CHECKING:
@@ -196,15 +196,14 @@ class Stream:
 
     def identity(self) -> str:
         """Changes when the samples do."""
-        tokens = hashlib.sha256(serialise(self.tokenizer).encode()).hexdigest()
-        how = {
-            "column": self.column,
-            "percent": self.validation_percent,
-            "length": self.seq_length,
-            "special": "text",
-        }
-        how |= {"before": self.held_out_before}
-        return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
+        return prepared.fingerprint(
+            source=self.source.identity(),
+            tokenizer=identity_of(self.tokenizer),
+            column=self.column,
+            percent=self.validation_percent,
+            length=self.seq_length,
+            before=self.held_out_before,
+        )
 
     def held_out(self, count: int) -> list[Row]:
         """The first `count` validation sequences. No document after the last one that they need is

@@ -24,6 +24,7 @@ from shared.config.options import BatchConfig
 from shared.data import prepared, remote, store
 from shared.data.loader import Share
 from shared.data.records import Cursor, open_sources
+from shared.data.store import prepare_sources
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
@@ -170,7 +171,7 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
     def prepare(url):
         server.sent = 0
         config = CorpusConfig(train_file=(url,), preprocessing_num_workers=1)
-        return corpus.prepare_sources(config, encode)[0]
+        return prepare_sources(config, encode)[0][""]
 
     first = prepare(url)
     assert server.sent == len(ROWS)
@@ -387,9 +388,6 @@ def test_what_a_server_does_not_say_is_not_guessed(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         read("hf://datasets/org/name/a.jsonl")
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(ConfigError, match="Set AZURE_STORAGE_ACCOUNT_NAME"):
-        read("az://container/a.jsonl")
 
 
 def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):

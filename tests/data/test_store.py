@@ -39,7 +39,8 @@ def prepare(kind, path, processes):
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     options = {"train_file": (str(path),), "preprocessing_num_workers": processes}
     if kind == "corpus":
-        return corpus.prepare_sources(CorpusConfig(**options), corpus.EncodeDocuments(tokenizer, "text"))[0]
+        encode = corpus.EncodeDocuments(tokenizer, "text")
+        return store.prepare_sources(CorpusConfig(**options), encode, processes=processes)[0][""]
     if kind == "labelled":
         return labelled.open_texts(LabelledTextConfig(**options), tokenizer).train.stores[0]
     if kind == "preferences":
@@ -100,6 +101,8 @@ def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, 
 class Letters:
     """A sample of each record's text: its letters as numbers, its length, and the text as a line."""
 
+    kind = "letters"
+
     def identity(self):
         return "letters"
 
@@ -119,7 +122,7 @@ class Letters:
         texts = [text for _, text in items]
         letters = np.array([ord(letter) for letter in "".join(texts)], np.uint8)
         sizes = np.array([[len(text), 1] for text in texts])
-        return Encoded({"letters": letters}, np.cumsum(sizes[:, 0]), {"sizes": sizes}, texts)
+        return Encoded({"letters": letters}, np.cumsum(sizes[:, 0]), {"sizes": sizes}, {"text": texts})
 
 
 TEXTS = ["ab", "", "z z", "c" * 50, "zebra"]
@@ -145,14 +148,14 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 10, 1000])
 def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
     monkeypatch.setattr(store, "BATCH", batch)
-    opened = store.prepare("letters", source_of(TEXTS), Letters(), processes=1)
+    opened = store.prepare(source_of(TEXTS), Letters(), processes=1)
     for kept in (opened, pickle.loads(pickle.dumps(opened))):
         found = ["".join(map(chr, kept["letters"][kept.span(number)])) for number in range(len(kept))]
-        assert found == TEXTS == [*kept.lines()] == [kept.line(number) for number in range(5)]
+        assert found == TEXTS == kept.lines("text") == [kept.line("text", number) for number in range(5)]
         assert kept["sizes"].tolist() == [[len(text), 1] for text in TEXTS] and "sizes" in kept
         assert kept.notes.counts == {"read": 5, "with z": 2} and kept.notes.first == {"with z": "here:2"}
     assert len(pickle.dumps(opened)) < 500  # no array travels to a worker
-    limited = store.prepare("letters", source_of(TEXTS), Letters(), limit=2, processes=1)
+    limited = store.prepare(source_of(TEXTS), Letters(), limit=2, processes=1)
     assert len(limited) == 2 and limited.identity != opened.identity
     mixed = Split({"a": opened, "b": limited}, [np.array([4, 0]), np.array([1])])
     assert [bytes(mixed.values(index, "letters")[0]).decode() for index in range(3)] == ["zebra", "ab", ""]
@@ -161,9 +164,9 @@ def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
 
 def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
     with pytest.raises(ConfigError, match=r"^here: no records in it$"):
-        store.prepare("letters", source_of([]), Letters(), processes=1)
+        store.prepare(source_of([]), Letters(), processes=1)
     with pytest.raises(KeyError):
-        store.prepare("letters", Source("here", lambda: 0, lambda: iter([("here:0", {})])), Letters(), processes=1)
+        store.prepare(Source("here", lambda: 0, lambda: iter([("here:0", {})])), Letters(), processes=1)
     assert not list(cache.glob("letters/*")) + list(cache.glob("letters/.*"))
 
 
@@ -177,7 +180,7 @@ def test_a_second_run_waits_for_the_first_and_takes_what_it_made(cache, monkeypa
 
     monkeypatch.setattr(store, "_encode_batch", counted)
     runs = [
-        threading.Thread(target=store.prepare, args=("letters", source_of(TEXTS, 0.1), Letters()), kwargs={"processes": 1})
+        threading.Thread(target=store.prepare, args=(source_of(TEXTS, 0.1), Letters()), kwargs={"processes": 1})
         for _ in range(2)
     ]
     for run in runs:
@@ -193,19 +196,19 @@ def test_without_locks_each_run_prepares_for_itself(cache, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     (cache / "letters").mkdir()
-    opened = store.prepare("letters", source_of(TEXTS), Letters(), processes=1)
+    opened = store.prepare(source_of(TEXTS), Letters(), processes=1)
     assert len(opened) == 5 and [path.name for path in (cache / "letters").glob(".*.new-*")] == []
 
 
 def test_a_state_that_says_more_than_the_files_hold_is_not_believed(cache):
     """After a loss of power, say."""
-    whole = store.prepare("letters", source_of(TEXTS), Letters(), processes=1)
+    whole = store.prepare(source_of(TEXTS), Letters(), processes=1)
     expected = content(whole.folder)
     partial = whole.folder.rename(whole.folder.with_name(f".{whole.folder.name}.new"))
     for name in (prepared.CHECKSUMS, prepared.VERIFIED):
         (partial / name).unlink()
     os.truncate(partial / "ends.bin", 8)
-    assert content(store.prepare("letters", source_of(TEXTS), Letters(), processes=1).folder) == expected
+    assert content(store.prepare(source_of(TEXTS), Letters(), processes=1).folder) == expected
 
 
 def test_notes_of_batches_add_up_and_the_first_place_stays():

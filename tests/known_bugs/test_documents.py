@@ -57,5 +57,5 @@ def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model
         json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1])["loss"] for name in ("together", "apart")
     ]
     assert losses[0] != losses[1]
-    with pytest.raises(ConfigError, match="--isolate_documents needs the ends of documents, which --streaming"):
+    with pytest.raises(ConfigError, match="--streaming does not work with --isolate_documents"):
         CorpusConfig(streaming=True, isolate_documents=True)

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from shared.data import prepared
+from shared.data.store import prepare_sources
+from shared.models import tokenizers
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
 from tests.conftest import ROOT
@@ -34,10 +36,8 @@ def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_
 
     def folders() -> list[Path]:
         chats, _ = chat.open_samples(ChatConfig(train_file=(str(chat_file),)), tokenizer)
-        text, _ = corpus.prepare_sources(
-            CorpusConfig(train_file=(str(text_file),)), corpus.EncodeDocuments(tokenizer, "text")
-        )
-        return [chats.stores[0].folder, text.folder]
+        text = prepare_sources(CorpusConfig(train_file=(str(text_file),)), corpus.EncodeDocuments(tokenizer, "text"))
+        return [chats.stores[0].folder, text[0][""].folder]
 
     first = folders()
     assert folders() == first
@@ -57,9 +57,10 @@ def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, te
     """The token before each text may be set outside of the tokenizer's own file, which alone was looked at."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
-    first, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
-    monkeypatch.setattr(corpus, "leading_bos", lambda _: [5])
-    second, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    first = prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))[0][""]
+    for module in (corpus, tokenizers):
+        monkeypatch.setattr(module, "leading_bos", lambda _: [5])
+    second = prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))[0][""]
     assert first.folder != second.folder and first["tokens"][0] != 5 and second["tokens"][0] == 5
 
 

@@ -19,6 +19,7 @@ from transformers import (
 from shared.config.options import BatchConfig
 from shared.data.loader import Share
 from shared.data.records import Source
+from shared.data.store import prepare_sources
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
 from shared.text.special import Special
@@ -87,7 +88,7 @@ def tokens_of(tokenizer, texts, tmp_path, name):
     """What pretraining makes of documents: a list of ids for each."""
     files = write(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
     config = CorpusConfig(train_file=files, preprocessing_num_workers=2)
-    source, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    source = prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))[0][""]
     return [part.tolist() for part in np.split(source["tokens"], source["ends"][:-1])], source
 
 

@@ -115,9 +115,6 @@ def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, c
     plain, text = [chat.open_samples(config(train_file=(str(file),)), tokenizer, work)[0] for file in files]
     assert plain.stores[0].folder != text.stores[0].folder
     assert plain.stores[0]["ids"].tolist() == text.stores[0]["ids"].tolist() != []
-    mixed = write(tmp_path / "c.jsonl", lines([*cells, {**cells[0], columns[-1]: "text"}]))
-    with pytest.raises(ConfigError, match=rf"c.jsonl:7: '{columns[-1]}' is other text, but JSON of messages in the records"):
-        chat.open_samples(config(train_file=(str(mixed),)), tokenizer, work)
     python = write(tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}]))
     with pytest.raises(ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"):
         chat.open_samples(config(train_file=(str(python),)), tokenizer, work)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat, preferences
 from shared.text.options import PreferenceConfig
@@ -210,13 +211,13 @@ def pairs_of(records, tokenizer, tmp_path, **options):
     path = write(tmp_path / f"{random.random()}.jsonl", records)
     options = {"seq_length": 96, "preprocessing_num_workers": 1} | options
     config = PreferenceConfig(train_file=(str(path),), validation_file=(str(path),), **options)
-    train, held_out = preferences.read_pairs(config, tokenizer, demo_samples=1)
-    print(preferences.describe(train, held_out, config), file=sys.stderr)  # as the summary does
+    train, _ = preferences.read_pairs(config, tokenizer, demo_samples=1)
+    print(chat.describe(train.samples, config, 2), file=sys.stderr)  # as the summary does
     return train
 
 
 def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys):
-    tokenizer = chat.load_tokenizer(str(tiny_model))
+    tokenizer = load_tokenizer(str(tiny_model))
     names = {"user": "human", "assistant": "gpt"}
     text = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
 
@@ -253,7 +254,7 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
     mixed = [{**records[0], "rejected": records[0]["chosen"]}, *records[1:], {**records[0], "prompt": "the " * 200}]
     found = pairs_of(mixed, tokenizer, tmp_path)
     said = capsys.readouterr().err
-    assert len(found) == 13 and "15 pairs read, 1 cut to 96 tokens, 2 dropped" in said
+    assert len(found) == 13 and "15 read, 1 cut to 96 tokens, 2 dropped" in said
     assert "1 pairs are dropped: their two answers are the same" in said and "rejected; the loss counts" in said
     turns = [turn("user", "the"), turn("assistant", "model"), turn("user", "reads")]  # an earlier answer is not learned
     deep = [{n: [*turns, *r[n], turn("user", "says"), *r[n]] for n in both} for r in records]

@@ -258,14 +258,11 @@ def vision_models() -> dict[str, tuple]:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     of_images = {"patch_size": 4, **sizes}
     stages = {"hidden_sizes": [8, 8, 16, 24], "depths": [1, 1, 1, 1]}
-    of_text = {"vocab_size": 40, "max_position_embeddings": 8, **sizes}
-    patches = transformers.Siglip2Config(vision_config={"num_patches": 9, **of_images}, text_config=of_text)
     squares = transformers.SiglipImageProcessor(size={"height": 16, "width": 16})
     return {
         "dinov3": (transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**of_images)), squares),
         "convnext": (transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**stages)), squares),
         "clip": (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=16, **of_images)), squares),
-        "naflex": (transformers.Siglip2Model(patches), transformers.Siglip2ImageProcessor(patch_size=4, max_num_patches=16)),
     }
 
 

@@ -102,13 +102,18 @@ def test_keeps_the_generation_settings_of_a_model_that_it_continues(pipeline, fl
 
 
 @pytest.mark.slow
-def test_an_architecture_that_it_does_not_know_is_refused(flags, tmp_path):
+@pytest.mark.parametrize(("scale", "is_known"), [("logits_scaling", True), ("embedding_multiplier", False)])
+def test_what_a_model_does_to_its_logits_is_measured_and_anything_else_refused(flags, tmp_path, scale, is_known):
     shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-    GraniteConfig(**shape, logits_scaling=8.0, tie_word_embeddings=False).save_pretrained(tmp_path / "a")
+    GraniteConfig(**shape, **{scale: 8.0}, tie_word_embeddings=False).save_pretrained(tmp_path / "a")
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
-    given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4]
-    done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=False)
-    assert done.output.count("error: GraniteForCausalLM cannot be cut into pipeline stages") == 1
+    given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4, "--max_steps", 2]
+    done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=is_known)
+    if is_known:
+        plain = run("pretrain", tmp_path / "plain", *given)
+        assert len(done.losses) == 2 and done.losses == pytest.approx(plain.losses, rel=1e-5)
+    else:
+        assert done.output.count("error: GraniteForCausalLM cannot be cut into pipeline stages") == 1
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
 from shared.data.store import Notes
+from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
@@ -441,7 +442,7 @@ def test_the_template_of_a_processor_is_found(tiny_model, tmp_path, file):
     tokenizer.save_pretrained(tmp_path)
     if file:
         (tmp_path / file).write_text(PARTS if file.endswith("jinja") else json.dumps({"chat_template": PARTS}))
-    assert chat.load_tokenizer(str(tmp_path)).chat_template == (PARTS if file else None)
+    assert load_tokenizer(str(tmp_path)).chat_template == (PARTS if file else None)
 
 
 @pytest.fixture

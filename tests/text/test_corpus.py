@@ -16,6 +16,7 @@ from shared.config.options import BatchConfig
 from shared.data import files, records, store
 from shared.data.loader import Share
 from shared.data.order import is_validation, permute
+from shared.data.store import prepare_sources
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
@@ -36,7 +37,8 @@ def documents(text_file):
 def prepared(text_file, tokenizer, folder, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(folder))
     config = CorpusConfig(train_file=(str(text_file),), **options)
-    return corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, config.text_column))
+    train, given = prepare_sources(config, corpus.EncodeDocuments(tokenizer, config.text_column))
+    return train[""], given.get("")
 
 
 def stored(prepared):
