@@ -175,18 +175,19 @@ class Loop:
 
         from shared.config.options import OptimConfig
         from shared.data.loader import Window
-        from shared.parallel import sharding
+        from shared.parallel.strategy import Strategy
         from shared.run.guard import Guard
         from shared.run.state import TrainState
         from shared.training import optim
 
         self.config = OptimConfig(**{"learning_rate": 3e-4} | settings)
-        optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
-        self.model, self.optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=norm)
+        self.strategy = Strategy(accelerator)
+        optimizers = optim.build(model, self.config)
+        self.model, self.optimizers = self.strategy.prepare(model, optimizers, self.config)
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
         targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
         self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]
-        self.guard = Guard(accelerator, [self.model], self.state, max_skipped=0)
+        self.guard = Guard(self.strategy, [self.model], self.state, max_skipped=0)
 
     def step(self) -> torch.Tensor:
         """The loss summed over the batch, on the device."""
@@ -198,7 +199,7 @@ class Loop:
         launch.seed_step(0, self.state.step, 0)
         rate = optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         self.state.advance(window)
-        step = Step(self.accelerator, [self.model], window, number=self.state.step, rate=rate, verdict=finite)
+        step = Step(self.strategy, [self.model], window, number=self.state.step, rate=rate, verdict=finite)
         for batch in step.micro_batches():
             loss = self.loss(self.model, batch)
             step.backward(loss)
@@ -626,7 +627,7 @@ def image_input(*, shrunk: bool = False) -> dict[str, Any]:
     from shared.images import files as images
     from shared.images.options import ImageConfig
     from shared.images.processor import ToModel, image_processor
-    from shared.run.run import Run
+    from shared.run.setup import Setup
 
     classify = template("image_classification")
     count, rows, width, height = (24, 4, 48, 40) if toy else (640, 64, 500, 375)
@@ -655,10 +656,10 @@ def image_input(*, shrunk: bool = False) -> dict[str, Any]:
         checkpoint=CheckpointConfig(output_dir=folder / "run"),
         log=LogConfig(report_to="none"),
     )
-    run = Run(classify.with_defaults(config), "image_classification", unit="images")
+    setup = Setup(classify.with_defaults(config), "image_classification", unit="images")
     processor = image_processor(None, 32 if toy else 224, None)
-    to_model = ToModel(processor, run.device)
-    loader, _ = classify.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
+    to_model = ToModel(processor, setup.device)
+    loader, _ = classify.build_loaders(setup, images.prepare(setup.config.data), processor, nn.Identity())
     windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
 
     def read() -> None:
@@ -686,7 +687,7 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     usual = statistics.median(seconds(loop.step) for _ in range(5))
     folder = Path(tempfile.mkdtemp())
     config = template("pretrain").Config(checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1))
-    saver = Checkpointer(accelerator, {"model": loop.model}, loop.optimizers, folder, config, data="none")
+    saver = Checkpointer(loop.strategy, {"model": loop.model}, loop.optimizers, folder, config, data="none")
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
     tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free

@@ -282,6 +282,7 @@ def trained(options: argparse.Namespace) -> tuple[Any, Any]:
 def save(options: argparse.Namespace) -> Callable[[], Any]:
     from accelerate import Accelerator
 
+    from shared.parallel.strategy import Strategy
     from shared.run.checkpoint import Checkpointer
     from shared.run.state import TrainState
 
@@ -289,7 +290,7 @@ def save(options: argparse.Namespace) -> Callable[[], Any]:
     run_dir = Path(options.folder, "run")
     run_dir.mkdir()
     model, optimizer = trained(options)
-    saver = Checkpointer(Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, config, data="")
+    saver = Checkpointer(Strategy(Accelerator(cpu=True)), {"model": model}, [optimizer], run_dir, config, data="")
     saver.save(TrainState(step=1))
     return lambda: saver.save(TrainState(step=2))
 

@@ -112,7 +112,7 @@ def load_here(folder: str, kind: str) -> None:
         given: Any = {"seq_length": 128, "attn_implementation": "sdpa", "tie_word_embeddings": False}
         model = pretraining.build_causal_lm(config, tokenizer, **given)
     count = sum(p.numel() for p in model.parameters())
-    model, _ = sharding.prepare(accelerator, model, optim.build(model, OptimConfig(learning_rate=3e-4)), max_grad_norm=1.0)
+    model, _ = sharding.prepare(accelerator, model, optim.build(model, OptimConfig(learning_rate=3e-4)))
     Path(folder, f"rank-{accelerator.process_index}").write_text(str(peak() - before))
     print(f"{count / 1e6:.0f}M parameters: rank {accelerator.process_index}: {peak() - before:,.0f} MB above {before:,.0f}")
 

@@ -172,7 +172,7 @@ def project_loop(options: argparse.Namespace) -> Row:
     from shared.data.order import Order
     from shared.parallel import sharding
     from shared.run import launch
-    from shared.run.run import Run
+    from shared.run.setup import Setup
     from shared.training import optim
 
     template: Any = importlib.import_module("templates.pretrain")
@@ -209,18 +209,17 @@ def project_loop(options: argparse.Namespace) -> Row:
 
         setattr(owner, name, call)
 
-    run = Run(config, "overhead")
+    setup = Setup(config, "overhead")
     toy = Toy()
-    model, optimizers = run.prepare(toy, optim.build(toy, config.optim))
+    model, optimizers = setup.prepare(toy, optim.build(toy, config.optim))
     loader = Timed(
         Ready(),
         lambda rows: {key: torch.stack([row[key] for row in rows]) for key in ("inputs", "labels")},
         Order(SAMPLES, ROWS, 0),
-        sharding.share(run.accelerator),
+        sharding.share(setup.accelerator),
         per_device=ROWS,
     )
-    run.resume(loader, data="ready", total_steps=never)
-    run.start()
+    run = setup.start(loader, fingerprint="ready", total_steps=never)
     if options.parts:
         timed(launch, "seed_step", "seeds", before="next window")
         timed(optim, "set_learning_rate", "learning rate")

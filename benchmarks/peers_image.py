@@ -221,14 +221,14 @@ def template_loader(options: argparse.Namespace) -> Iterator[tuple[torch.Tensor,
     from shared.config import parse as configs
     from shared.images import files as images
     from shared.images.processor import ToModel, image_processor
-    from shared.run.run import Run
+    from shared.run.setup import Setup
 
     template: Any = importlib.import_module("templates.image_classification")
     flags = [*template_flags(options), "--output_dir", f"{options.folder}/loader"]
-    run = Run(template.with_defaults(configs.parse(template.Config, flags)), "image_classification", unit="images")
+    setup = Setup(template.with_defaults(configs.parse(template.Config, flags)), "image_classification", unit="images")
     processor = image_processor(None, options.image_size, None)
-    to_model = ToModel(processor, run.device)
-    loader, _ = template.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
+    to_model = ToModel(processor, setup.device)
+    loader, _ = template.build_loaders(setup, images.prepare(setup.config.data), processor, nn.Identity())
     for window in loader.windows(0, options.steps):
         for batch in window.micro_batches:
             yield to_model(batch["pixel_values"]), batch["labels"]

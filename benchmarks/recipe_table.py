@@ -86,11 +86,12 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     from shared.config.options import OptimConfig
     from shared.models import loss as lm_loss
     from shared.models.blocks import set_gradient_checkpointing
-    from shared.parallel import sharding
+    from shared.parallel.strategy import Strategy
     from shared.run import launch
     from shared.training import optim, step
 
-    accelerator = launch.start(0)
+    strategy = Strategy(launch.start(0))
+    accelerator = strategy.accelerator
     units = args.rows * (args.length if args.model == "llama" else 1)
     shape = LlamaConfig(
         hidden_size=args.hidden,
@@ -115,8 +116,8 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         whole = AutoModelForImageClassification.from_config(net)
     whole = whole.to(memory_format=torch.channels_last) if last else whole
     set_gradient_checkpointing(whole, checkpointing)
-    built = optim.build(whole, OptimConfig(learning_rate=3e-4))
-    prepared, optimizers = sharding.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
+    options = OptimConfig(learning_rate=3e-4)
+    prepared, optimizers = strategy.prepare(whole.train(), optim.build(whole, options), options)
     rows = args.rows // accumulation
     if args.model == "llama":
         lm_loss.fuse_head(accelerator, prepared, args.vocab)
@@ -134,9 +135,9 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
 
     def train() -> None:
         for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation, accumulation):
-            step.backward(accelerator, loss_of(micro_batch), 1 / units)
-        norm = step.clip_gradients(accelerator, [prepared], 1.0)
-        step.update(accelerator, optimizers, norm.isfinite(), norm)
+            strategy.backward(loss_of(micro_batch), 1 / units)
+        norm = strategy.clip([prepared], 1.0)
+        strategy.update(optimizers, norm.isfinite(), norm)
         if on_cuda:
             torch.cuda.synchronize()
 

@@ -101,24 +101,27 @@ from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import chat
 from shared.text.loaders import choose_packing
 from shared.text.preferences import PairData, build_loaders, read_pairs
 from shared.training import defaults, optim
 
 
-def build_model(run: Run, tokenizer: Any) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
     weights, trainable, in fp32.
     """
-    config = run.config
-    name = run.config.model_name_or_path
+    config = setup.config
+    name = setup.config.model_name_or_path
     if config.full:
         base = load_causal_lm(
             name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32
         )
     else:
-        base = adapters.load_base(name, config.adapter, config.speed, run.accelerator, run.device)
+        base = adapters.load_base(
+            name, config.adapter, config.speed, setup.accelerator, setup.device
+        )
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.full:
@@ -207,34 +210,36 @@ def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
-    run = Run(config, "dpo", unit="pairs")
+    setup = Setup(config, "dpo", unit="pairs")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
-        config = run.choose("the demo's model", learning_rate=1e-3)
+        config = setup.choose("the demo's model", learning_rate=1e-3)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(run, tokenizer)
+    model = build_model(setup, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
     width = defaults.width(model)
     what = "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
-    config = run.choose(f"preferences, {what}, width {width}", learning_rate=rate)
+    config = setup.choose(f"preferences, {what}, width {width}", learning_rate=rate)
     (trained, parameters) = count_parameters(model)
     flops = flops_per_token(model, train.samples.context)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     fitting = defaults.batch_and_epochs(
         config.batch, len(train), len(train), most=16, least=8, epochs=1
     )
-    config = run.choose(f"{len(train):,} pairs", **fitting)
-    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
+    config = setup.choose(f"{len(train):,} pairs", **fitting)
+    data = build_loaders(
+        train, held_out, config.data, config.batch, setup.accelerator, packed=packed
+    )
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     reference = "none"
     # the model is at its start here, also in a run that continues
     if config.loss_type not in REFERENCE_FREE:
@@ -243,32 +248,34 @@ def main(config: Config) -> None:
             "per_device": config.batch.per_device_eval_batch_size,
         }
         told = [
-            add_reference(run.accelerator, model, pairs, start, **options)
+            add_reference(setup.accelerator, model, pairs, start, **options)
             for pairs in (train, held_out)
         ]
         whose = config.adapter.adapter_name_or_path or "the model"
         reference = (
             f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
         )
-    makes = "merged" if config.adapter.merge_adapter else "final"
-    # the newest checkpoint
-    run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)
     loss_of = partial(preference_loss, config, model)
-    config = run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, loss_of)  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {parameters:,} parameters",
         "reference": reference,
     }
     about |= {
-        "attention": attention.describe(run.unwrap(model)),
+        "attention": attention.describe(setup.accelerator.unwrap_model(model)),
         "packing": packing,
         "log-probabilities": head,
+        "trained": f"{trained:,} parameters ({trained / parameters:.2%})",
     }
-    run.start(
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train,
+        fingerprint=f"{data.fingerprint} {start}",
+        total_steps=steps,
+        makes="merged" if config.adapter.merge_adapter else "final",
         samples="pairs",
         flops=flops,
-        trained=f"{trained:,} parameters ({trained / parameters:.2%})",
         **about,
     )
 

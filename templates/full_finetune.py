@@ -94,6 +94,7 @@ from shared.run import exits
 from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.text.packing import Packed
@@ -125,9 +126,9 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
-    run = Run(config, "full_finetune")
+    setup = Setup(config, "full_finetune")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
@@ -135,32 +136,35 @@ def main(config: Config) -> None:
     flops = flops_per_token(model, train.context)
 
     width = defaults.width(model)
-    config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
+    config = setup.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
-    data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
+    config = setup.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
-    # the newest checkpoint, if there is one
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)
-    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
+    whole = setup.accelerator.unwrap_model(model)
     about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters"}
     about |= {
         "weights": WEIGHTS[config.weights_dtype],
-        "attention": attention.describe(run.unwrap(model)),
+        "attention": attention.describe(whole),
         "packing": packing,
         "loss": head,
+        "trained": f"{trained:,} parameters ({trained / parameters:.2%})",
     }
-    run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train, fingerprint=data.fingerprint, total_steps=steps, flops=flops, **about
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)
-    whole = run.unwrap(model)
     for step in run.steps():
         for batch in step.micro_batches():
             with noisy_embeddings(whole, batch, config.neftune_noise_alpha):

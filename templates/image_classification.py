@@ -129,6 +129,7 @@ from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.run.state import score_of
 from shared.training import defaults, optim
 
@@ -143,11 +144,11 @@ def with_defaults(config: Config) -> Config:
 
 
 def build_loaders(
-    run: Run, data: LabelledData, processor: Any, model: nn.Module
+    setup: Setup, data: LabelledData, processor: Any, model: nn.Module
 ) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
-    config = run.config
-    batch = run.config.batch
+    config = setup.config
+    batch = setup.config.batch
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(
             f"{len(data.train)} training images are fewer than one "
@@ -159,7 +160,7 @@ def build_loaders(
     order = training_order(
         data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last
     )
-    share = sharding.share(run.accelerator)
+    share = sharding.share(setup.accelerator)
     workers = batch.dataloader_num_workers
     eval_order = Order(
         len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False
@@ -218,21 +219,21 @@ def build_model(
 
 
 def prepare_model(
-    run: Run, model: nn.Module, image_size: int, memory_format: Any
+    setup: Setup, model: nn.Module, image_size: int, memory_format: Any
 ) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for one image)."""
-    config = run.config
-    sharded = run.accelerator.distributed_type == DistributedType.FSDP
-    device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
+    config = setup.config
+    sharded = setup.accelerator.distributed_type == DistributedType.FSDP
+    device = torch.device("cpu") if sharded else setup.device  # on which it may not fit whole
     model.to(device).to(memory_format=memory_format)
-    with run.accelerator.autocast():
+    with setup.accelerator.autocast():
         flops = measure(
             model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)}
         )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     make_shardable(model)
     if config.sync_batchnorm:
-        model = synchronise_batch_norm(model, run.device)
+        model = synchronise_batch_norm(model, setup.device)
     return model, flops
 
 
@@ -298,20 +299,22 @@ def save_final(
 
 
 def main(config: Config) -> None:
-    run = Run(with_defaults(config), "image_classification", unit="images")
+    setup = Setup(with_defaults(config), "image_classification", unit="images")
     several = config.data.is_multi_label
-    config = run.choose(
+    config = setup.choose(
         f"{'several labels' if several else 'one label'} an image",
         metric_for_best_model="map" if several else "accuracy",
     )
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
+        config = setup.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
     data = images.prepare(config.data)
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
     to_model = ToModel(
-        processor, run.device, channels_last=image_classifier.channels_last(model, run.accelerator)
+        processor,
+        setup.device,
+        channels_last=image_classifier.channels_last(model, setup.accelerator),
     )
     data = data.numbered_as(classes)
     scratch = config.model_name_or_path is None
@@ -327,43 +330,46 @@ def main(config: Config) -> None:
     fitting = defaults.batch_and_epochs(
         config.batch, count, count, most=64, least=16, epochs=epochs
     )
-    config = run.choose(
+    config = setup.choose(
         f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting
     )
-    model, flops = prepare_model(run, model, size, to_model.memory_format)
-    train, validation = build_loaders(run, data, processor, model)
-    advice = batch_norm_advice(model, config.batch, run.accelerator.num_processes)
+    model, flops = prepare_model(setup, model, size, to_model.memory_format)
+    train, validation = build_loaders(setup, data, processor, model)
+    advice = batch_norm_advice(model, config.batch, setup.accelerator.num_processes)
     trained, parameters = count_parameters(model)
 
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     image_classifier.training_mode(model)
     weights = None
     if config.recipe.class_weights == "balanced":
-        weights = data.class_weights(config.data.mix_weights).to(run.device)
+        weights = data.class_weights(config.data.mix_weights).to(setup.device)
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
     loss_of: Any = partial(
         image_loss, model, to_model=to_model, num_classes=len(classes), **options
     )
     steps = config.batch.total_steps(train.steps_per_epoch)
     # by flag, or where it saves time
-    config = run.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
-    run.resume(
-        train,
-        data=data.identity,
-        total_steps=steps,
-        makes="final/model.onnx" if config.export_onnx else "final",
-    )
-    config = run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
-    about_model = (
-        f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    )
+    config = setup.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(train, loss_of, multiple=2 if config.recipe.mixes else 1)
+    architecture = type(setup.accelerator.unwrap_model(model)).__name__
     about = {
         "data": data.about,
+        "model": f"{architecture}, {trained:,} of {parameters:,} parameters trained",
         "images": config.recipe.describe(processor, to_model.order),
         "BatchNorm": advice,
     }
-    run.start(samples="images", flops=flops, model=about_model, **about)
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        train,
+        fingerprint=data.identity,
+        total_steps=steps,
+        makes="final/model.onnx" if config.export_onnx else "final",
+        samples="images",
+        flops=flops,
+        **about,
+    )
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         # to see whether it works, and measures the metric
         summary = predict(run, model, validation, to_model, classes).summary

@@ -74,17 +74,18 @@ from shared.run import exits
 from shared.run.answers import log_answers
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.text.packing import Packed
 from shared.training import defaults, optim
 
 
-def build_model(run: Run, tokenizer: Any, train: chat.Conversations) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
-    config = run.config
+    config = setup.config
     base = adapters.load_base(
-        config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device
+        config.model_name_or_path, config.adapter, config.speed, setup.accelerator, setup.device
     )
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
@@ -104,40 +105,48 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
-    run = Run(config, "lora_finetune")
+    setup = Setup(config, "lora_finetune")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(run, tokenizer, train)
+    model = build_model(setup, tokenizer, train)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)
     carriers = targets.describe(model)
 
     width = defaults.width(model)
-    config = run.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
+    config = setup.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
-    data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
+    config = setup.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
-    makes = "merged" if config.adapter.merge_adapter else "final"
-    # the newest checkpoint
-    run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)
-    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {parameters:,} parameters",
         "adapters": carriers,
     }
-    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
-    run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+    whole = setup.accelerator.unwrap_model(model)
+    about |= {"attention": attention.describe(whole), "packing": packing, "loss": head}
+    about["trained"] = f"{trained:,} parameters ({trained / parameters:.2%})"
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train,
+        fingerprint=data.fingerprint,
+        total_steps=steps,
+        makes="merged" if config.adapter.merge_adapter else "final",
+        flops=flops,
+        **about,
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)

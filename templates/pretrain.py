@@ -90,10 +90,12 @@ from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import corpus
 from shared.text.packing import collate_packed
 from shared.text.stream import Rows, Stream
 from shared.training import defaults, optim
+from shared.training.sync import Replicas
 
 
 @dataclass
@@ -106,14 +108,14 @@ class Data:
     bytes_per_token: float | None  # of the validation text; None for a stream
 
 
-def build_datasets(run: Run) -> Data:
+def build_datasets(setup: Setup) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config = run.config
-    options = run.config.data
-    batch = run.config.batch
+    config = setup.config
+    options = setup.config.data
+    batch = setup.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
-    share = sharding.share(run.accelerator)
+    share = sharding.share(setup.accelerator)
     collate = collate_packed if options.isolate_documents else corpus.collate
     held_out: Samples
     train: Loader | Stream
@@ -215,10 +217,12 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
 
 
 def main(config: Config) -> None:
-    run = Run(config, "pretrain")
+    # --sync_every: each process trains its own weights, and agrees now and then
+    apart = partial(Replicas, options=config.sync)
+    setup = Setup(config, "pretrain", strategy=apart if config.sync.sync_every > 1 else None)
     if config.data.is_demo:
-        config = run.choose("the demo", max_steps=DEMO_STEPS)
-    data = build_datasets(run)
+        config = setup.choose("the demo", max_steps=DEMO_STEPS)
+    data = build_datasets(setup)
     if config.data.preprocess_only:
         print_main(f"prepared {data.about}; in {cache_dir()}")
         return
@@ -228,39 +232,45 @@ def main(config: Config) -> None:
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = run.choose(
+    config = setup.choose(
         what,
         learning_rate=rate,
-        optim=defaults.pretraining_optimizer(run.accelerator, trained=trained),
+        optim=defaults.pretraining_optimizer(setup.strategy, trained=trained),
     )
 
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
     if config.data.isolate_documents:
         at_once = config.batch.micro_batch()[0]
         _, documents = isolate_documents(
-            model, run.device, len(data.tokenizer), at_once, required=True
+            model, setup.device, len(data.tokenizer), at_once, required=True
         )
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps)  # by flag, or where it saves time
-    # the newest checkpoint, if there is one
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)
+    config = setup.compile(model, steps)  # by flag, or where it saves time
     head = fuse_head(
-        run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile
+        setup.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile
     )
-    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
+    kind = type(setup.accelerator.unwrap_model(model)).__name__
     about = {
         "data": data.about,
-        "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters",
+        "model": f"{kind}, {parameters:,} parameters",
         "loss": head,
+        "documents": documents,
+        "tokens": f"at most {steps * tokens_per_step:,} in all",
     }
-    samples = f"sequences x {config.seq_length} tokens"
-    about["documents"] = documents
-    run.start(
-        samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train,
+        fingerprint=data.fingerprint,
+        total_steps=steps,
+        samples=f"sequences x {config.seq_length} tokens",
+        flops=flops,
+        **about,
     )
 
     if run.should_evaluate():

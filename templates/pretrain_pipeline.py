@@ -105,6 +105,7 @@ from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.run.tensors import read_weights
 from shared.text import corpus
 from shared.training import defaults, optim
@@ -120,11 +121,11 @@ class Data:
     bytes_per_token: float  # of the validation text
 
 
-def build_datasets(run: Run) -> Data:
+def build_datasets(setup: Setup) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config = run.config
-    options = run.config.data
-    batch = run.config.batch
+    config = setup.config
+    options = setup.config.data
+    batch = setup.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
@@ -134,7 +135,7 @@ def build_datasets(run: Run) -> Data:
             "--global_batch_size "
             f"of {batch.global_batch_size}: choose a smaller one"
         )
-    share = sharding.share(run.accelerator)
+    share = sharding.share(setup.accelerator)
     rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
     train = Loader(
@@ -209,10 +210,10 @@ def save_final(run: Run, model: Any, data: Data) -> None:
 
 
 def main(config: Config) -> None:
-    run = Run(config, "pretrain_pipeline")
+    setup = Setup(config, "pretrain_pipeline")
     if config.data.is_demo:
-        config = run.choose("the demo", max_steps=DEMO_STEPS)
-    data = build_datasets(run)
+        config = setup.choose("the demo", max_steps=DEMO_STEPS)
+    data = build_datasets(setup)
     if config.data.preprocess_only:
         print_main(f"prepared {data.about}")
         return
@@ -222,29 +223,33 @@ def main(config: Config) -> None:
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = run.choose(
+    config = setup.choose(
         what,
         learning_rate=rate,
-        optim=defaults.pretraining_optimizer(run.accelerator, trained=trained),
+        optim=defaults.pretraining_optimizer(setup.strategy, trained=trained),
     )
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps)  # by flag, or where it saves time
+    config = setup.compile(model, steps)  # by flag, or where it saves time
     shape = {"ranks": config.pipeline_ranks, "stages_per_rank": config.stages_per_rank}
     pipeline = Pipeline(
-        run.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape
+        setup.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape
     )
     _, own = count_parameters(model)  # of this rank's blocks: the others are gone
 
-    model, optimizers = run.prepare(model, optim.build(model, config.optim), spread=False)
-    # the newest checkpoint, if there is one
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim), spread=False)
     about = {"each_process_holds": f"its own blocks, here {own:,} parameters", "data": data.about}
     about["model"] = f"{type(model).__name__}, {parameters:,} parameters"
-    samples = f"sequences x {config.seq_length} tokens"
-    run.start(
-        samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about
+    about["tokens"] = f"at most {steps * tokens_per_step:,} in all"
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        data.train,
+        fingerprint=data.fingerprint,
+        total_steps=steps,
+        samples=f"sequences x {config.seq_length} tokens",
+        flops=flops,
+        **about,
     )
 
     if run.should_evaluate():

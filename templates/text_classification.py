@@ -97,6 +97,7 @@ from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.run import exits
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text import labelled
 from shared.text.packing import rows_order
 from shared.training import defaults, optim
@@ -120,13 +121,13 @@ def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]
 
 
 def prepare_model(
-    run: Run, model: Any, data: LabelledData, sample: Batch
+    setup: Setup, model: Any, data: LabelledData, sample: Batch
 ) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for a text such as the
     `sample`).
     """
-    config = run.config
-    sharded = run.accelerator.distributed_type == DistributedType.FSDP
+    config = setup.config
+    sharded = setup.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.lora_r:
@@ -139,33 +140,33 @@ def prepare_model(
         )
         model = adapters.add_adapters(model, adapter, "SEQ_CLS")
     make_shardable(without_adapters(model), of_text=True)
-    device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
+    device = torch.device("cpu") if sharded else setup.device  # on which it may not fit whole
     model.to(device)
-    with run.accelerator.autocast():
+    with setup.accelerator.autocast():
         flops = measure(
             model, {key: value.to(device) for key, value in sample.items() if key != "labels"}
         )
     return model.train(), flops
 
 
-def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
+def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual
     text).
     """
-    batch = run.config.batch
+    batch = setup.config.batch
     tokenizer = data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(
             f"{len(data.train)} training texts are fewer than one "
             "--global_batch_size: choose a smaller one"
         )
-    weights = run.config.data.mix_weights
+    weights = setup.config.data.mix_weights
     order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
-    share = sharding.share(run.accelerator)
+    share = sharding.share(setup.accelerator)
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
     collate = partial(
-        labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length
+        labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=setup.config.data.seq_length
     )
     rows = batch.micro_batch()[0]
     workers = batch.dataloader_num_workers
@@ -251,9 +252,9 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
 
 
 def main(config: Config) -> None:
-    run = Run(config, "text_classification", unit="texts")
+    setup = Setup(config, "text_classification", unit="texts")
     if config.data.is_demo:
-        config = run.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
+        config = setup.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
     data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
@@ -264,30 +265,41 @@ def main(config: Config) -> None:
     fitting = defaults.batch_and_epochs(
         config.batch, len(data.train), len(data.train), most=16, least=8
     )
-    config = run.choose(f"{len(data.train):,} texts", **fitting)
+    config = setup.choose(f"{len(data.train):,} texts", **fitting)
     width = defaults.width(model)
     what = "LoRA" if config.lora_r else "all weights"
     rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
-    config = run.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
-    train, validation, sample = build_loaders(run, data)
-    model, flops = prepare_model(run, model, data, sample)
+    config = setup.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
+    train, validation, sample = build_loaders(setup, data)
+    model, flops = prepare_model(setup, model, data, sample)
     trained, parameters = count_parameters(model)
 
     # on the device, sharded
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))
+    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     steps = config.batch.total_steps(train.steps_per_epoch)
-    config = run.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    run.resume(train, data=data.identity, total_steps=steps)
+    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
     weights = (
-        data.class_weights(config.data.mix_weights).to(run.device)
+        data.class_weights(config.data.mix_weights).to(setup.device)
         if config.class_weights == "balanced"
         else None
     )
     loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
-    config = run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
-    about = f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained"
-    how = f"class_weights {config.class_weights}, label_smoothing {config.label_smoothing:g}"
-    run.start(samples="texts", flops=flops, data=data.about, model=about, labels=how)
+    config = setup.rehearse(train, loss_of)  # --find_batch_size, --dress_rehearsal
+    about = {
+        "data": data.about,
+        "model": f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained",
+        "labels": f"class_weights {config.class_weights}, "
+        f"label_smoothing {config.label_smoothing:g}",
+    }
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        train,
+        fingerprint=data.identity,
+        total_steps=steps,
+        samples="texts",
+        flops=flops,
+        **about,
+    )
 
     if run.should_evaluate():
         evaluate(run, model, validation, data)

@@ -57,7 +57,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
         whole = add_adapters(whole, AdapterConfig(lora_r=lora_r))
     whole.train()
     config = OptimConfig(learning_rate=3e-4)
-    prepared, optimizers = sharding.prepare(accelerator, whole, optim.build(whole, config), max_grad_norm=1.0)
+    prepared, optimizers = sharding.prepare(accelerator, whole, optim.build(whole, config))
     lm_loss.fuse_head(accelerator, prepared, shape.get_text_config().vocab_size)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}

@@ -178,7 +178,7 @@ class OptimConfig:
         """The learning rate, which is given or chosen by now."""
         if self.learning_rate is None:
             raise RuntimeError(
-                "no learning rate: call run.choose(..., learning_rate=...) "
+                "no learning rate: call setup.choose(..., learning_rate=...) "
                 "before the optimizer is built"
             )
         return self.learning_rate

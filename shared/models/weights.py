@@ -4,6 +4,7 @@ in.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from shared.parallel import zero
 from shared.parallel.gradients import local_part, reshard
-from shared.process.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
 
@@ -40,11 +40,11 @@ def gather_weights(
     model = accelerator.unwrap_model(model)
     reshard(model)
     weights = {}
-    values: dict[str, torch.Tensor] = dict(model.named_parameters())
+    values: dict[str, Any] = dict(model.named_parameters())
     if trainable_only:
         values = {name: p for name, p in values.items() if p.requires_grad}
     for name, value in (values | persistent_buffers(model)).items():
-        if zero.is_used(accelerator) and isinstance(value, nn.Parameter):
+        if zero.holds(value):
             value = zero.full_weight(value)
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if accelerator.is_main_process:
@@ -81,10 +81,6 @@ class WeightCopy:
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.model = accelerator.unwrap_model(model)
-        if zero.is_used(accelerator):
-            raise ConfigError(
-                "--ema_decay does not work with DeepSpeed: use ddp.yaml or fsdp2.yaml"
-            )
         live: dict[str, torch.Tensor] = {
             n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad
         }

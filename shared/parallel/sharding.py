@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.loader import Share
-from shared.parallel import zero
 from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
 from shared.parallel.tensor import (
@@ -53,29 +52,11 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _refuse_what_has_no_replicas(accelerator: Accelerator) -> None:
-    """Raise a ConfigError where the launch config's processes are not replicas that can differ for
-    a while.
-    """
-    sizes = accelerator.parallelism_config
-    tensor_parallel = sizes is not None and sizes.tp_enabled
-    if zero.is_used(accelerator) or tensor_parallel or accelerator.scaler is not None:
-        raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
-    if accelerator.distributed_type == DistributedType.FSDP and not (
-        sizes is not None and sizes.dp_replicate_enabled
-    ):
-        raise ConfigError(
-            "--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, "
-            "whose groups are replicas"
-        )
-
-
 def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizers: list[Any],
     *,
-    max_grad_norm: float,
     comm_hook: str = "none",
     replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
@@ -85,26 +66,21 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
-        max_grad_norm: DeepSpeed clips inside its own step, so it must know.
-        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
         comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
+        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
 
     Returns:
-        The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use
+        The model; the optimizers without Accelerate's wrappers, which `Strategy.update` has no use
         for.
 
     Raises:
         ConfigError: the model or the optimizers cannot be spread that way, or the launch config has
             an answer of its own to a question that the template's config answers.
     """
-    if replicas:
-        _refuse_what_has_no_replicas(accelerator)
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
     groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
     del names  # or it would keep the weights
-    if zero.is_used(accelerator):
-        zero.configure(accelerator, optimizers, max_grad_norm)
     if mesh is not None:
         if accelerator.mixed_precision == "fp16":
             raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
@@ -226,19 +202,5 @@ def sharding_shares(
 
     reshard(model)  # a forward has left weights of the root gathered
     shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
-    if zero.is_used(accelerator):
-        return shares | {"optimizer state": 1 / accelerator.num_processes}  # from stage 1 on
     trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return shares | {"optimizer state": pieces(trained)}
-
-
-def sharding_summary(
-    accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]
-) -> str | None:
-    """`held` in words, for the summary; None where one process has everything."""
-    if accelerator.num_processes == 1:
-        return None
-    return ", ".join(
-        f"{share:.0%} of the {name}"
-        for name, share in sharding_shares(accelerator, model, optimizers).items()
-    )
+    return shares | ({"optimizer state": pieces(trained)} if trained else {})

@@ -12,13 +12,66 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
+from shared.config.options import OptimConfig
+from shared.parallel import sharding
+from shared.parallel.strategy import Strategy
+from shared.process import faults
 from shared.process.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def is_used(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
+def strategy_of(accelerator: Accelerator) -> Strategy:
+    """The strategy that the launch config asks for."""
+    is_used = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return DeepSpeed(accelerator) if is_used else Strategy(accelerator)
+
+
+class DeepSpeed(Strategy):
+    """ZeRO in stages 1 to 3. DeepSpeed clips and updates inside of the last backward pass."""
+
+    title = "DeepSpeed: use ddp.yaml or fsdp2.yaml"
+    lacks = frozenset(
+        (
+            *("a second model", "Setup.keep", "Muon", "--torch_compile by default"),
+            *("--ema_decay", "--find_batch_size", "--dress_rehearsal"),
+        )
+    )
+    can_skip = False
+
+    def prepare(
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+    ) -> tuple[Any, list[Any]]:
+        configure(self.accelerator, optimizers, options.max_grad_norm)
+        return super().prepare(model, optimizers, options, comm_hook)
+
+    def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
+        weights = sharding.sharding_shares(self.accelerator, model, [])
+        return weights | {"optimizer state": 1 / self.accelerator.num_processes}  # from stage 1 on
+
+    def backward(self, loss: torch.Tensor, scale: float) -> None:
+        self.accelerator.backward(loss * scale)
+
+    def clip(self, models: list[nn.Module], max_norm: float) -> torch.Tensor:
+        norm = self.accelerator.deepspeed_engine_wrapped.get_global_grad_norm()
+        return torch.tensor(float(norm), device=self.accelerator.device)
+
+    def update(self, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
+        faults.point("update")
+
+    def gather(
+        self, trainable: dict[str, nn.Parameter], step: int
+    ) -> dict[str, torch.Tensor] | None:
+        return state(self.accelerator, trainable, step)
+
+    def scatter(
+        self,
+        trainable: dict[str, nn.Parameter],
+        step: int,
+        read: Callable[[dict[str, torch.Tensor]], None],
+    ) -> bool:
+        load(self.accelerator, trainable, step, read)
+        return True
 
 
 def make_whole_models() -> None:
@@ -78,6 +131,11 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
     settings["train_micro_batch_size_per_gpu"] = 1
     # PyTorch's AdamW runs on offloaded state, and needs no compiler
     settings["zero_force_ds_cpu_optimizer"] = False
+
+
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether DeepSpeed has the value of this parameter, or its fp32 value, elsewhere."""
+    return hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping")
 
 
 def full_weight(parameter: nn.Parameter) -> torch.Tensor:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -27,16 +26,15 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
-from shared.parallel import zero
-from shared.parallel.gradients import reshard
-from shared.parallel.sharding import sharding_shares
+from shared.parallel.gradients import local_part, reshard
+from shared.parallel.strategy import Strategy
 from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import NotNow, first_line, is_out_of_memory
 from shared.process.files import commit, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
-from shared.run import exits
+from shared.run import exits, launch
 from shared.run.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -50,20 +48,18 @@ from shared.run.checkpoint_files import (
     write_manifest,
 )
 from shared.run.folder import run_id
-from shared.run.launch import strategy
 from shared.run.state import TrainState
 from shared.run.tensors import TensorReader, pieces_of, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
-from shared.training.sync import Replicas
 
 
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
     Args:
-        accelerator: of the run.
-        models: as `Run.prepare` returned them, by name; "model" is the one that final/ is made of.
+        strategy: of the run.
+        models: as `Setup.prepare` returned them, by name; final/ is made of "model".
         optimizers: of all models.
         run_dir: where `checkpoint-000120/` and its siblings go.
         config: the template's. Its `checkpoint` group says how many stay; its values are compared
@@ -72,13 +68,11 @@ class Checkpointer:
         base: fingerprint of weights that are not trained, and so not saved.
         ema: the moving average of the weights, if there is one.
         extra: more tensors of the run, by name. They are saved and loaded in place.
-        replicas: where they train apart. The checkpoint's model is then the one that they agreed
-            on.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        strategy: Strategy,
         models: Mapping[str, nn.Module],
         optimizers: list[Any],
         run_dir: Path,
@@ -88,14 +82,11 @@ class Checkpointer:
         base: str = "",
         ema: WeightCopy | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
-        replicas: Replicas | None = None,
     ) -> None:
-        self.replicas = replicas
-        # begins the names of what replicas do not share
-        self.own = f"replica{replicas.index}." if replicas else ""
+        self.strategy = strategy
         self.ema = ema
         self.extra = dict(extra or {})
-        self.accelerator = accelerator
+        accelerator = self.accelerator = strategy.accelerator
         self.run_dir = run_dir
         self.data = data
         self.base = base
@@ -144,23 +135,30 @@ class Checkpointer:
     def _live(
         self, step: int, saved: Container[str] = ()
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
-        own = self.own
-        tensors = _named(f"{own}model.", self.buffers) | _named("extra.", self.extra)
-        if self.replicas:
-            tensors |= _named("model.", self.replicas.agreed.tensors) | self.replicas.state(saved)
+        """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers.
+
+        What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
+        read back if as many ranks resume, else the shared value is.
+        """
+        tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
+        if self.strategy.agreed:
+            tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
             tensors |= _named("ema.", self.ema.tensors)
+        trained = _named("model.", self.buffers)
         scalars: dict[str, Any] = {}
-        if zero.is_used(self.accelerator):
-            return tensors | zero.state(self.accelerator, self.trainable, step), scalars
-        tensors |= {f"{own}model.{name}": p.detach() for name, p in self.trainable.items()}
+        elsewhere = self.strategy.gather(self.trainable, step)
+        if elsewhere is not None:
+            return tensors | trained | elsewhere, scalars
+        trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
-                into: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
-                into[f"{own}optimizer.{name_of[parameter]}.{key}"] = value
-        return tensors, scalars
+                into: dict[str, Any] = trained if isinstance(value, torch.Tensor) else scalars
+                into[f"optimizer.{name_of[parameter]}.{key}"] = value
+        if prefix := self.strategy.prefix:
+            trained = {prefix + name: local_part(value) for name, value in trained.items()}
+        return tensors | trained, scalars
 
     def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
@@ -168,7 +166,7 @@ class Checkpointer:
         """
         tensors, scalars = self._live(step)
         own = self._statistics()
-        if self.accelerator.num_processes > 1 and own and not self.replicas:
+        if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
             average_buffers(self.accelerator, [mean])
@@ -217,10 +215,10 @@ class Checkpointer:
             "best_step": state.best_step,
             "started_from": state.started_from,
             "world_size": self.accelerator.num_processes,
-            "strategy": strategy(self.accelerator),
-            "held": sharding_shares(self.accelerator, self.model, self.optimizers),
+            "strategy": launch.strategy(self.accelerator),
+            "held": self.strategy.shares(self.model, self.optimizers),
             "versions": versions(),
-            "replicas": self.replicas.count if self.replicas else 0,
+            "replicas": self.strategy.apart,
             "data": self.data,
             "base": self.base,
             "settings": self.settings,
@@ -463,13 +461,14 @@ class Checkpointer:
             "data": self.data,
             "base": self.base,
             "settings": self.settings,
-            "strategy": strategy(self.accelerator),
+            "strategy": launch.strategy(self.accelerator),
+            "replicas": self.strategy.apart,
         }
-        own |= {"replicas": self.replicas.count if self.replicas else 0}
         saved = TensorReader(folder).pieces
-        sharded_by_zero = zero.is_used(self.accelerator)
-        fits = sharded_by_zero or all(
-            f"model.{name}" in saved and saved[f"model.{name}"][0][1].shape == tuple(p.shape)
+        fits = all(
+            f"model.{name}" in saved
+            # ZeRO-3 leaves an empty tensor
+            and saved[f"model.{name}"][0][1].shape == tuple(getattr(p, "ds_shape", p.shape))
             for name, p in self.trainable.items()
         )
         allowed = set(self.options.allow_changed)
@@ -481,8 +480,9 @@ class Checkpointer:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        before = f"{self.own}optimizer."
-        states = {*saved, *scalars}
+        prefix = self.strategy.prefix
+        before = f"{prefix}optimizer."
+        states = {*saved, *(prefix + name for name in scalars)}
         with_state = {
             name.removeprefix(before).rpartition(".")[0]
             for name in states
@@ -500,7 +500,7 @@ class Checkpointer:
                 keys.setdefault(parameter, []).append(f"{before}{name_of[parameter]}.{key}")
             for parameter, of_it in keys.items():
                 name = name_of[parameter]
-                if not all(key in states for key in of_it) and f"{self.own}model.{name}" in states:
+                if not all(key in states for key in of_it) and f"{prefix}model.{name}" in states:
                     del optimizer.state[parameter]
                     for key in of_it:
                         tensors.pop(key, None)
@@ -553,15 +553,13 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if zero.is_used(self.accelerator):
-            zero.load(self.accelerator, self.trainable, step, read)
+        if self.strategy.scatter(self.trainable, step, read):
             read(_named("model.", self.buffers))
             return
-        replicas = {name.partition(".")[0] for name in saved if name.startswith("replica")}
-        # as --allow_changed replicas allows
-        if self.replicas and self.replicas.count != len(replicas):
-            read(_named("model.", self.replicas.agreed.tensors) | self.replicas.state())
-            self.replicas.begin_from_agreed()
+        if self.strategy.agreed and reader.manifest["replicas"] != self.strategy.apart:
+            # as --allow_changed replicas allows
+            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
+            self.strategy.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
@@ -573,7 +571,7 @@ class Checkpointer:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if not self.replicas and (own := self._own_statistics(saved)):
+        if not self.strategy.apart and (own := self._own_statistics(saved)):
             tensors = {
                 name: value for name, value in tensors.items() if name not in self._statistics()
             } | own
@@ -584,10 +582,8 @@ class Checkpointer:
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
                 for key in optimizer.state.get(parameter, {}):
-                    if f"{self.own}optimizer.{name}.{key}" in scalars:
-                        optimizer.state[parameter][key] = scalars[
-                            f"{self.own}optimizer.{name}.{key}"
-                        ]
+                    if (scalar := f"optimizer.{name}.{key}") in scalars:
+                        optimizer.state[parameter][key] = scalars[scalar]
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -177,12 +177,11 @@ def require_compatible(
             "itself: use the same, another "
             "--output_dir, or --allow_changed base"
         )
-    if (before := manifest.get("replicas", 0)) != own["replicas"] and "replicas" not in allowed:
+    if (before := manifest["replicas"] or "") != own["replicas"] and "replicas" not in allowed:
         raise ConfigError(
-            f"{folder} is of {before} replicas that train apart, and here are {own['replicas']}: "
-            "launch as many, or give "
-            "--allow_changed replicas, which begins at the agreed weights and loses each replica's "
-            "own and its optimizer"
+            f"{folder} is of {before or 'no replicas'} that train apart, and here are "
+            f"{own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, which "
+            "begins at the agreed weights and loses each replica's own and its optimizer"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(

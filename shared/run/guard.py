@@ -13,19 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
 from shared.models.weights import persistent_buffers
-from shared.parallel import zero
+from shared.parallel.strategy import Strategy
 from shared.process.errors import CleanExit
 from shared.process.printing import print_main
 from shared.process.ranks import is_main_rank
 from shared.process.signals import STOP_SIGNALS
 from shared.run.exits import Stopped, stop_at_once
 from shared.run.state import TrainState
-from shared.training.sync import Replicas
 
 
 class NonFiniteError(CleanExit):
@@ -55,31 +53,29 @@ class Guard:
     call the same methods in the same order.
 
     Args:
-        accelerator: the run's.
+        strategy: the run's.
         models: as prepared.
         state: of the run; skipped updates are counted in it.
         max_skipped: so many updates may be skipped in the whole run.
-        replicas: where these train apart, each decides on its own updates.
         timeout: seconds that a rank waits for the others.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        strategy: Strategy,
         models: Sequence[nn.Module],
         state: TrainState,
         *,
         max_skipped: int,
-        replicas: Replicas | None = None,
         timeout: float = 1800,
     ) -> None:
-        self.accelerator = accelerator
+        self.strategy = strategy
         self.models = models
         self.state = state
         self.max_skipped = max_skipped
-        self.replicas = replicas
         self.group: Any = None
-        if accelerator.num_processes > 1:  # of hosts, whatever the devices use; DeepSpeed has none
+        if strategy.accelerator.num_processes > 1:
+            # of hosts, whatever the devices use; DeepSpeed has none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # whether an update was finite, and what describes it if it was not
         self.unread: list[tuple[torch.Tensor, Callable[[], list[_Skipped]]]] = []
@@ -119,16 +115,12 @@ class Guard:
         Returns:
             bool scalar on the device, the same on all ranks, or on those of a replica.
         """
-        scaler = self.accelerator.scaler
+        scaler = self.strategy.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
-        group = self.replicas.inner if self.replicas else None
-        if self.group is not None and (group is not None or not self.replicas):
-            everywhere = finite.int()
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-            finite = everywhere == 1
+        finite = self.strategy.everywhere(finite)
         step = self.state.step
-        rank = self.accelerator.process_index
+        rank = self.strategy.accelerator.process_index
 
         def describe() -> list[_Skipped]:
             buffers = [b for model in self.models for b in persistent_buffers(model).values()]
@@ -164,7 +156,7 @@ class Guard:
         own: list[_Skipped] = []
         for (_, describe), is_finite in zip(unread, finite, strict=True):
             own += [] if is_finite else describe()
-        if not own and self.replicas is None:
+        if not own and not self.strategy.apart:
             return  # nor on any other rank
         skipped = gather_object(own)
         for step in sorted({part.step for part in skipped}):
@@ -176,7 +168,7 @@ class Guard:
                 f"step {step}: loss or gradient is not finite (gradient norm "
                 f"{parts[0].norm:g}; {cause}samples of {samples})"
             )
-            spoiled = "DeepSpeed has updated with it" if zero.is_used(self.accelerator) else ""
+            spoiled = "" if self.strategy.can_skip else "DeepSpeed has updated with it"
             if any(part.is_spoiled for part in parts):
                 spoiled = "The running statistics have taken it in"
             if spoiled:

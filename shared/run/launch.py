@@ -114,9 +114,10 @@ def start(
         plugin.mixed_precision_policy = policy
     if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
-    if zero.is_used(accelerator):
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if is_deepspeed:
         zero.make_whole_models()
-    if zero.is_used(accelerator) != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
+    if is_deepspeed != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
@@ -146,12 +147,12 @@ def start(
     return accelerator
 
 
-def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int) -> str:
+def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
     """How often a run evaluates and saves, for the summary."""
     parts = []
     for what, every, flag in (
-        ("evaluated", eval_steps, "eval_steps"),
-        ("saved", save_steps, "save_steps"),
+        ("evaluated", config.evaluation.every(total_steps, steps_per_epoch), "eval_steps"),
+        ("saved", config.checkpoint.every(total_steps), "save_steps"),
     ):
         often = f"every {every:,} steps and " if every < total_steps else ""
         parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))

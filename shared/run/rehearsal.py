@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.order import Batch
 from shared.models.weights import persistent_buffers
-from shared.parallel import zero
 from shared.parallel.gradients import end_step, keeps_gradients
-from shared.process.errors import ConfigError, is_out_of_memory
+from shared.parallel.strategy import Strategy
+from shared.process.errors import is_out_of_memory
 from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer
 from shared.run.state import TrainState
 from shared.training.optim import fill_state
-from shared.training.step import backward, reduced
+from shared.training.step import reduced
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class Rehearsal:
     and calls it alike.
 
     Args:
-        models, optimizers: as `Run.prepare` returned them.
+        models, optimizers: as `Setup.prepare` returned them.
         loader: of the training data: has `per_device` and `longest(rows)`.
         losses: batch -> scalar. Together they pass through all models.
     """
 
-    accelerator: Accelerator
+    strategy: Strategy
     models: Sequence[nn.Module]
     optimizers: Sequence[Any]
     loader: Any
@@ -55,7 +54,7 @@ class Rehearsal:
                 memory.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
-        self._refuse_deepspeed("--find_batch_size")
+        self.strategy.require("--find_batch_size")
         asked = rows = self.loader.per_device
         with self._taken_back(self.optimizers):
             while not self._fits(rows):
@@ -79,7 +78,7 @@ class Rehearsal:
         place decides the order of its sum, so the first step after a resume would differ in the
         last bit.
         """
-        if self.accelerator.num_processes < 3 or not any(
+        if self.strategy.accelerator.num_processes < 3 or not any(
             isinstance(m, DistributedDataParallel) for m in self.models
         ):
             return
@@ -87,7 +86,7 @@ class Rehearsal:
         with self._taken_back():
             for _ in range(2):  # the second forward moves the gradients into their new buckets
                 for loss in self.losses:
-                    backward(self.accelerator, loss(batch), 0.0)
+                    self.strategy.backward(loss(batch), 0.0)
         self._clear_gradients()
 
     def dress_rehearsal(self, saver: Checkpointer, state: TrainState) -> None:
@@ -99,7 +98,7 @@ class Rehearsal:
             CheckpointError: a checkpoint cannot be written or read.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
-        self._refuse_deepspeed("--dress_rehearsal")
+        self.strategy.require("--dress_rehearsal")
         start = time.perf_counter()
         with self._taken_back(self.optimizers):
             if not self._fits(self.loader.per_device):
@@ -113,22 +112,16 @@ class Rehearsal:
             f"saved and read back: {saved - trained:.1f} s"
         )
 
-    def _refuse_deepspeed(self, flag: str) -> None:
-        if zero.is_used(self.accelerator):
-            raise ConfigError(
-                f"{flag} does not work under DeepSpeed: `python -m shared plan` predicts what fits"
-            )
-
     def _clear_gradients(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=not keeps_gradients(self.accelerator))
+            optimizer.zero_grad(set_to_none=not keeps_gradients(self.strategy.accelerator))
 
     @contextlib.contextmanager
     def _taken_back(self, optimizers: Sequence[Any] = ()) -> Iterator[None]:
         """Fill empty optimizer states meanwhile. Take back these and BatchNorm's statistics at the
         end.
         """
-        models = [self.accelerator.unwrap_model(model) for model in self.models]
+        models = [self.strategy.accelerator.unwrap_model(model) for model in self.models]
         buffers = {b: b.clone() for model in models for b in persistent_buffers(model).values()}
         fresh = [optimizer for optimizer in optimizers if not optimizer.state]
         for optimizer in fresh:
@@ -147,9 +140,9 @@ class Rehearsal:
         enough = True
         try:
             for _ in range(2):  # the second beside the gradients of the first
-                with reduced(self.accelerator, self.models, last=False):
+                with reduced(self.strategy.accelerator, self.models, last=False):
                     for loss in self.losses:
-                        backward(self.accelerator, loss(batch), 0.0)
+                        self.strategy.backward(loss(batch), 0.0)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -159,7 +152,7 @@ class Rehearsal:
             for model in self.models:
                 end_step(model)
             gc.collect()
-            if self.accelerator.device.type == "cuda":
+            if self.strategy.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
         fits = gather_object([enough])
         if (

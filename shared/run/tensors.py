@@ -164,6 +164,7 @@ class TensorReader:
     """Reads the tensors of a checkpoint.
 
     Attributes:
+        manifest: of the checkpoint.
         pieces: by the tensors' names, (file, piece) of each part.
 
     Raises:
@@ -173,8 +174,8 @@ class TensorReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pieces: dict[str, list[tuple[str, Piece]]] = {}
-        names = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for file in (name for name in names if name.endswith(".safetensors")):
+        self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for file in (name for name in self.manifest["files"] if name.endswith(".safetensors")):
             try:
                 with (folder / file).open("rb") as opened:
                     header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))

@@ -1,18 +1,17 @@
 """Settings that depend on model and data, for runs that give none: learning rates, batch and
 budget.
 
-A template hands them to `Run.choose`, which leaves alone what the user gave and says in the summary
-what it chose. docs/quality.md has the measurements behind the numbers.
+A template hands them to `Setup.choose`, which leaves alone what the user gave and says in the
+summary what it chose. docs/quality.md has the measurements behind the numbers.
 """
 
 import math
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import BatchConfig
-from shared.parallel import zero
+from shared.parallel.strategy import Strategy
 from shared.process import ranks
 
 # Compiling takes as long as it saves in so many steps. Measured on one H200: 150 (pretraining 125M
@@ -68,13 +67,11 @@ def text_classification_rate(width: int, *, lora: bool) -> float:
 IMAGE_RATES = {"random weights": 1e-3, "trained weights": 3e-4, "head alone": 1e-3}
 
 
-def pretraining_optimizer(accelerator: Accelerator, *, trained: bool) -> str:
+def pretraining_optimizer(strategy: Strategy, *, trained: bool) -> str:
     """Muon for random weights, which learn most of all settings from it; AdamW for weights that
-    AdamW has trained.
-
-    DeepSpeed has its own step, which takes AdamW alone.
+    AdamW has trained, and for DeepSpeed, which takes no other.
     """
-    return "adamw" if trained or zero.is_used(accelerator) else "muon"
+    return "adamw" if trained or "Muon" in strategy.lacks else "muon"
 
 
 def pretraining_rate(parameters: int, *, trained: bool) -> float:

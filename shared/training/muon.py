@@ -18,6 +18,8 @@ class Muon(torch.optim.Muon):
     device, is above 0.
     """
 
+    heeds_found_inf = True
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         bad = getattr(self, "found_inf", None)

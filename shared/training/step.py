@@ -12,11 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from shared.data.loader import Window
 from shared.data.order import Batch
-from shared.parallel import zero
-from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
+from shared.parallel.strategy import Strategy
 from shared.process import faults
 from shared.process.ranks import data_parallel_size
-from shared.training.muon import Muon
 
 
 class Step:
@@ -24,9 +22,10 @@ class Step:
     order.
 
     Args:
+        strategy: how processes share the step.
+        models: all models, as prepared.
         verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on
             the device: whether the losses and the norm are finite on all ranks.
-        group: the process group that shares the model, where there are replicas; else None.
 
     Attributes:
         number: of this optimizer step, from 1.
@@ -41,22 +40,20 @@ class Step:
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        models: Sequence[nn.Module],
+        strategy: Strategy,
+        models: list[nn.Module],
         window: Window,
         *,
         number: int,
         rate: float,
         verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
-        group: Any = None,
     ) -> None:
-        self.accelerator = accelerator
+        self.strategy = strategy
         self.models = models
         self.window = window
         self._verdict = verdict
         self.number = number
         self.learning_rate = rate
-        self.group = group
         self.num_targets = window.num_targets
         self.positions = 0
         self.waited = 0.0
@@ -74,7 +71,8 @@ class Step:
         the last.
         """
         batches = self._read() if self._batches is None else self._batches
-        return accumulate(self.accelerator, self.models, batches, len(self.window.indices))
+        count = len(self.window.indices)
+        return accumulate(self.strategy.accelerator, self.models, batches, count)
 
     @property
     def batches(self) -> list[Batch]:
@@ -99,7 +97,7 @@ class Step:
         """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged
         as `name`.
         """
-        backward(self.accelerator, loss, self.scale)
+        self.strategy.backward(loss, self.scale)
         self.record(loss, name)
 
     def record(self, loss: torch.Tensor, name: str = "loss") -> None:
@@ -120,7 +118,7 @@ class Step:
             model: the model to clip; None: all prepared models together.
         """
         models = self.models if model is None else [model]
-        self.grad_norm = clip_gradients(self.accelerator, models, max_norm, self.group)
+        self.grad_norm = self.strategy.clip(models, max_norm)
         self._is_clipped = True
         return self.grad_norm
 
@@ -135,7 +133,7 @@ class Step:
         )
         self._is_clipped = False
         finite = self._verdict(self._losses, norm, self.window.indices)
-        update(self.accelerator, optimizers, finite, norm)
+        self.strategy.update(optimizers, finite, norm)
         self.finite = finite if self.finite is None else self.finite & finite
 
 
@@ -182,84 +180,3 @@ def loss_scale(num_targets: int) -> float:
     factor undoes that.
     """
     return data_parallel_size() / max(1, num_targets)
-
-
-def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None:
-    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, on what
-    `accumulate` yields.
-
-    Args:
-        loss: scalar, summed over the micro-batch's targets.
-        scale: see `loss_scale`.
-    """
-    if zero.is_used(accelerator) or accelerator.scaler is not None:  # they need the scaled loss
-        accelerator.backward(loss * scale)
-    else:  # the same result bit for bit with fewer kernels
-        loss.backward(torch.full_like(loss, scale))
-
-
-def clip_gradients(
-    accelerator: Accelerator, models: Sequence[nn.Module], max_norm: float, group: Any = None
-) -> torch.Tensor:
-    """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0. Returns
-    their norm before.
-
-    Every rank calls this before the optimizer.
-
-    Returns:
-        Scalar tensor on the device, the same on all ranks; not finite where any rank's gradient is
-        not.
-    """
-    if zero.is_used(accelerator):  # which has clipped and stepped in the last backward
-        return torch.tensor(
-            float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()),
-            device=accelerator.device,
-        )
-    accelerator.unscale_gradients()
-    gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    norm = gradient_norm(accelerator, gradients, group)
-    if max_norm:
-        shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale_gradients(gradients, shrink)
-    return norm
-
-
-def update(
-    accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor
-) -> None:
-    """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
-
-    With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and the
-    loss scale falls. The scaler alone would skip only the optimizer with the bad gradients.
-
-    Fused AdamW and Muon read `found_inf` on the device, so the host waits for nothing. For other
-    optimizers, offloaded weights and fp16 the host reads `finite`.
-    """
-    faults.point("update")
-    if zero.is_used(accelerator):
-        return
-    scaler = accelerator.scaler
-    if scaler is not None:
-        finite = finite & norm.isfinite()
-    for optimizer in optimizers:
-        if scaler is None and _skips_by_itself(optimizer, finite.device):
-            optimizer.found_inf = (~finite).float()
-            optimizer.step()
-            del optimizer.found_inf
-        elif finite:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))
-    if scaler is not None:  # once: Accelerate's wrappers would do it once for each optimizer
-        scaler.update()
-
-
-def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
-    """Whether `step` heeds `found_inf`, as fused AdamW's kernel does; not for weights that are
-    offloaded elsewhere.
-    """
-    if not (
-        isinstance(optimizer, Muon)
-        or (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"])
-    ):
-        return False
-    return all(group["params"][0].device == device for group in optimizer.param_groups)

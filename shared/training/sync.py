@@ -14,9 +14,12 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import nn
 
-from shared.config.options import SyncConfig
+from shared.config.options import OptimConfig, SyncConfig
 from shared.models.weights import WeightCopy, average_buffers
+from shared.parallel import sharding
 from shared.parallel.gradients import local_part
+from shared.parallel.strategy import Strategy
+from shared.process.errors import ConfigError
 
 
 @dataclass
@@ -33,9 +36,8 @@ class Flight:
         return self.total
 
 
-class Replicas:
-    """The replicas of one run. Every rank makes one, after `sharding.prepare`, and calls its
-    methods alike.
+class Replicas(Strategy):
+    """Replicas that train apart. Every rank makes one and calls its methods alike.
 
     Each replica (a process, or a group of HSDP) updates its own weights. Every `sync_every` steps
     the mean of what they have moved since the agreed weights is one gradient of an outer optimizer,
@@ -45,36 +47,67 @@ class Replicas:
 
     Attributes:
         count: of replicas.
-        agreed: the agreed weights, the same on all replicas. Evaluations and final/ are made with
-            them.
-        inner: process group of this replica's ranks; None where a replica is one process.
+        agreed: the agreed weights, the same on all replicas.
+        group: the ranks of this replica.
+
+    Raises:
+        ConfigError: the launch config's processes are not replicas that can differ for a while.
     """
 
-    @torch.no_grad()
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int
-    ) -> None:
-        self.accelerator = accelerator
+    title = "--sync_every"
+    lacks = frozenset(("a second model", "--ema_decay"))
+
+    def __init__(self, accelerator: Accelerator, options: SyncConfig) -> None:
+        super().__init__(accelerator)
         self.options = options
-        self.total_steps = total_steps
         sizes = accelerator.parallelism_config
-        size = sizes.dp_shard_size if accelerator.distributed_type == DistributedType.FSDP else 1
+        is_sharded = accelerator.distributed_type == DistributedType.FSDP
+        is_cut = accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_cut |= sizes is not None and sizes.tp_enabled
+        if is_cut or accelerator.scaler is not None:
+            raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
+        if is_sharded and not (sizes is not None and sizes.dp_replicate_enabled):
+            raise ConfigError(
+                "--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, "
+                "whose groups are replicas"
+            )
+        size = sizes.dp_shard_size if is_sharded else 1
         self.count = accelerator.num_processes // size
-        self.index = accelerator.process_index // size
-        self.inner: Any = None
+        self.prefix = f"rank{accelerator.process_index}."
+        self.apart = f"{self.count} replicas in {accelerator.num_processes} processes"
         self.across: Any = None  # the ranks that hold the same shards, one of each replica
         for place in range(size if self.count > 1 else 0):  # every rank makes all groups
             group = dist.new_group(list(range(place, accelerator.num_processes, size)))
             self.across = group if place == accelerator.process_index % size else self.across
         for first in range(0, accelerator.num_processes if size > 1 else 0, size):
             group = dist.new_group(list(range(first, first + size)))
-            self.inner = group if first == self.index * size else self.inner
-        self.agreed = WeightCopy(accelerator, model)
+            is_in = first <= accelerator.process_index < first + size
+            self.group = group if is_in else self.group
+        self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
+        self.names: list[str] = []  # of the weights that are agreed on
+        self.momentum: dict[str, torch.Tensor] = {}
+        self.fragments: list[list[str]] = []  # these names
+        self.flights: dict[int, Flight] = {}  # by fragment
+
+    def prepare(
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+    ) -> tuple[Any, list[Any]]:
+        model, optimizers = sharding.prepare(
+            self.accelerator, model, optimizers, comm_hook=comm_hook, replicas=True
+        )
+        self.begin(model)
+        return model, optimizers
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module) -> None:
+        """Agree on the present weights of a model, the same on all ranks."""
+        self.agreed = WeightCopy(self.accelerator, model)
         self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
         self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
-        self.fragments = list(self._cut(options.sync_fragments))
-        self.flights: dict[int, Flight] = {}  # by fragment
-        self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
+        self.fragments = list(self._cut(self.options.sync_fragments))
+
+    def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
+        return finite if self.group is None else super().everywhere(finite)
 
     def _cut(self, fragments: int) -> Iterator[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
@@ -86,28 +119,28 @@ class Replicas:
             done += number
         yield from parts
 
-    def _sends(self, step: int) -> list[int]:
+    def _sends(self, step: int, total_steps: int) -> list[int]:
         """The fragments that are sent after a step: each every `sync_every` steps, and evenly
         spread.
         """
         every = self.options.sync_every
         parts = self.options.sync_fragments
-        if not 0 < step < self.total_steps:
+        if not 0 < step < total_steps:
             return []
         return [part for part in range(parts) if (step + part * every // parts) % every == 0]
 
     @torch.no_grad()
-    def after(self, step: int) -> None:
+    def after(self, step: int, total_steps: int) -> None:
         """Send and apply what is due after an optimizer step."""
         delay = self.options.sync_delay
-        last = step == self.total_steps
-        arriving = self._sends(step - delay)
+        last = step == total_steps
+        arriving = self._sends(step - delay, total_steps)
         for part in arriving if delay else []:
             self._apply(part, self.options.alpha)
         if last:  # all that was done is agreed on
             for part in sorted(self.flights):
                 self._apply(part, self.options.alpha)
-        for part in range(len(self.fragments)) if last else self._sends(step):
+        for part in range(len(self.fragments)) if last else self._sends(step, total_steps):
             self._send(part)
             if last or not delay:
                 self._apply(part, 0.0)
@@ -158,20 +191,14 @@ class Replicas:
 
     # Checkpoints ----------------------------------------------------------------------------------
 
-    def state(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """Tensors beside the agreed weights, by name: the outer momentum, and what is on its way.
-        They are loaded in place.
-
-        Args:
-            saved: names in the checkpoint that is to be loaded: room is made for what was on its
-                way.
-        """
-        name = f"flight.{self.accelerator.process_index}."
+    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """The outer momentum, and what is on its way to this rank."""
+        prefix = f"{self.prefix}flight."
         for part in range(len(self.fragments)):
-            if f"{name}{part}" in saved:
+            if f"{prefix}{part}" in saved:  # make room for it
                 size = sum(own.numel() for own, _, _ in self._pairs(part))
                 self.flights[part] = Flight(
                     torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
                 )
         tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
-        return tensors | {f"{name}{part}": flight.land() for part, flight in self.flights.items()}
+        return tensors | {f"{prefix}{part}": flight.land() for part, flight in self.flights.items()}

@@ -8,6 +8,7 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
+from shared.parallel.strategy import Strategy
 from shared.run.checkpoint import Checkpointer
 from shared.run.state import TrainState
 from shared.training import optim
@@ -161,11 +162,11 @@ def begin(folder):
     accelerator = Accelerator(cpu=True)
     model = Subject()
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
-    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optimizers)
     ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
     folder.mkdir(exist_ok=True)
     options = {"data": "abc", "ema": ema, "extra": {"outer.momentum": momentum}}
-    saver = Checkpointer(accelerator, {"model": model}, optimizers, folder, SmallConfig(), **options)
+    saver = Checkpointer(Strategy(accelerator), {"model": model}, optimizers, folder, SmallConfig(), **options)
     return model, optimizers, ema, momentum, saver
 
 

@@ -14,6 +14,7 @@ from shared.commands import verify_resume
 from shared.config import parse as configs
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
+from shared.parallel.strategy import Strategy
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
 from shared.run import checkpoint_files
@@ -31,11 +32,11 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     model.unused = nn.Parameter(torch.ones(3))  # it never has a gradient, and so no state
     accelerator = Accelerator(cpu=True)
     optimizers = optim.build(model, OptimConfig(optim=optim_name, learning_rate=3e-4))
-    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optimizers)
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     config = configs.replace(SmallConfig(), **settings)
-    return model, optimizers, Checkpointer(accelerator, {"model": model}, optimizers, folder, config, data=data)
+    return model, optimizers, Checkpointer(Strategy(accelerator), {"model": model}, optimizers, folder, config, data=data)
 
 
 def train(model, optimizers, first, last):
@@ -141,8 +142,8 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
-    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
-    other = Checkpointer(accelerator, {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc")
+    model, optimizers = sharding.prepare(accelerator, model, optimizers)
+    other = Checkpointer(Strategy(accelerator), {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
 

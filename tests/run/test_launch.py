@@ -15,7 +15,7 @@ from shared.config import parse as configs
 from shared.process.errors import ConfigError, NotNow
 from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import launch
-from shared.run import run as shared_run
+from shared.run.setup import Setup
 from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, load_template, run, slow
 
 
@@ -57,11 +57,13 @@ def test_compiling_without_a_compiler_is_one_line_before_training(monkeypatch):
     assert launch.has_compiler()
     for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "start", lambda *_, **__: SimpleNamespace(device=None, is_main_process=True))
+    monkeypatch.setattr(
+        launch, "start", lambda *_, **__: SimpleNamespace(device=None, is_main_process=True, distributed_type="NO")
+    )
     monkeypatch.setattr(launch, "strategy", lambda _: "")
     config = configs.parse(load_template("pretrain").Config, ["--torch_compile"])
     with pytest.raises(ConfigError, match="--torch_compile needs a compiler: apt install g"):
-        shared_run.Run(config, "pretrain")
+        Setup(config, "pretrain")
 
 
 @pytest.mark.parametrize(

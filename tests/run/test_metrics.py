@@ -10,6 +10,7 @@ import torch
 from shared.config.options import LogConfig
 from shared.data.order import IGNORED
 from shared.models.counts import PEAK_FLOPS
+from shared.parallel.strategy import Strategy
 from shared.run import metrics
 from shared.run.state import TrainState
 from shared.training import step
@@ -32,7 +33,7 @@ def a_step(accelerator, state, loss, finite=True):
     state.step += 1
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch], num_targets=2, indices=[[0]], sources={})
-    made = Step(accelerator, [], window, number=state.step, rate=0.1, verdict=None)
+    made = Step(Strategy(accelerator), [], window, number=state.step, rate=0.1, verdict=None)
     for _ in made.micro_batches():
         made.record(torch.tensor(loss))
     made.finite, made.grad_norm = torch.tensor(finite), torch.tensor(0.5)
@@ -101,7 +102,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
             yield window
 
     for one in logger.waiting(windows()):
-        made = Step(two, [], one, number=1, rate=0.1, verdict=lambda *_: torch.tensor(True))
+        made = Step(Strategy(two), [], one, number=1, rate=0.1, verdict=lambda *_: torch.tensor(True))
         for loss, _ in zip((4.0, 8.0), made.micro_batches(), strict=False):
             made.record(torch.tensor(loss))
             made.log(entropy=torch.tensor(2 * loss))

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from shared.config.options import OptimConfig
+from shared.parallel.strategy import Strategy
 from shared.run import guard, launch
 from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
-from shared.training import optim, step
+from shared.training import optim
 from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
@@ -36,7 +37,7 @@ def state_of(model, optimizers):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_skipped_update_changes_nothing(name, bad_at=2):
-    accelerator = launch.start(0)
+    strategy = Strategy(launch.start(0))
     (model, optimizers), (other, others) = build(name), build(name)
     inputs = torch.randn(5, 4, 8)
 
@@ -45,7 +46,7 @@ def test_a_skipped_update_changes_nothing(name, bad_at=2):
         if not finite:
             for parameter in model.parameters():
                 parameter.grad.fill_(torch.nan)
-        step.update(accelerator, optimizers, torch.tensor(finite), torch.tensor(1.0))
+        strategy.update(optimizers, torch.tensor(finite), torch.tensor(1.0))
         assert all(parameter.grad is None for parameter in model.parameters())
 
     for i, batch in enumerate(inputs):
@@ -70,7 +71,7 @@ def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(sca
     if scale is not None:
         monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
         accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
-    made = Guard(accelerator, [nn.Linear(1, 1)], TrainState(), max_skipped=1)
+    made = Guard(Strategy(accelerator), [nn.Linear(1, 1)], TrainState(), max_skipped=1)
     assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), np.zeros((1, 1), np.int64)) == (not counts)
 
 
@@ -79,7 +80,7 @@ def test_skipped_updates_are_read_every_100_steps_or_every_minute(monkeypatch, c
     clock = [0.0]
     monkeypatch.setattr(guard.time, "perf_counter", lambda: clock[0])
     state = TrainState()
-    made = Guard(launch.start(0), [nn.Linear(1, 1)], state, max_skipped=2)
+    made = Guard(Strategy(launch.start(0)), [nn.Linear(1, 1)], state, max_skipped=2)
     read = []
 
     def train(steps, seconds, bad=()):
@@ -115,7 +116,7 @@ def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch
         for optimizer in optimizers:
             accelerator.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        step.update(accelerator, optimizers, torch.tensor(True), norm)
+        Strategy(accelerator).update(optimizers, torch.tensor(True), norm)
         same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
         assert same == [bad] * 6
         assert accelerator.scaler.get_scale() == scale
@@ -127,7 +128,7 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
     (optimizer,) = optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     accelerator = launch.start(0)
-    rehearsal = Rehearsal(accelerator, [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
+    rehearsal = Rehearsal(Strategy(accelerator), [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
     assert rehearsal.find_batch_size() == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state

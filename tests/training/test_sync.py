@@ -136,7 +136,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
     assert set(compare(straight.folder, ended.folder).values()) == {""}
     assert {k: v.tolist() for k, v in straight.weights().items()} == {k: v.tolist() for k, v in ended.weights().items()}
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, "--allow_changed", "max_steps", check=False)
-    assert "is of 2 replicas that train apart, and here are 1" in other.output
+    assert f"is of 2 replicas in {processes} processes that train apart, and here are 1 replicas" in other.output
     allowed = ("--allow_changed", "max_steps", "replicas")
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
     assert "each replica begins at the agreed weights, with a new optimizer" in other.output
@@ -188,7 +188,7 @@ def test_a_replica_skips_alone_and_all_count_it(flags, tmp_path):
     [
         ("pretrain", "fsdp2", (), "all ranks of fsdp2.yaml share one model: use hsdp.yaml"),
         slow("pretrain", "tensor_parallel", (), "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml"),
-        slow("pretrain", "ddp", ("--ema_decay", 0.9), "--sync_every takes no --ema_decay"),
+        slow("pretrain", "ddp", ("--ema_decay", 0.9), "--ema_decay does not work with --sync_every"),
         slow("full_finetune", "ddp", (), "--sync_every"),  # which only pretrain.py has
     ],
 )
@@ -216,7 +216,9 @@ copies = {every: copy.deepcopy(model) for every in (0, 1, 5)}
 copies[0] = DistributedDataParallel(copies[0], broadcast_buffers=False)
 options = {every: SyncConfig(sync_every=5, outer_learning_rate=1.0, outer_momentum=0.0) for every in (1, 5)}
 object.__setattr__(options[1], "sync_every", 1)  # a run would agree on gradients then
-replicas = {every: Replicas(accelerator, copies[every], options[every], 20) for every in (1, 5)}
+replicas = {every: Replicas(accelerator, options[every]) for every in (1, 5)}
+for every in (1, 5):
+    replicas[every].begin(copies[every])
 optimizers = {every: torch.optim.SGD(each.parameters(), lr=0.1) for every, each in copies.items()}
 torch.manual_seed(1 + rank)
 for step in range(1, 21):
@@ -227,7 +229,7 @@ for step in range(1, 21):
         optimizers[every].zero_grad()
         if every:
             before = accelerator.gather(each[1].running_mean[None])
-            replicas[every].after(step)
+            replicas[every].after(step, 20)
             expected = before.mean(0) if step % every == 0 else before[rank]
             torch.testing.assert_close(each[1].running_mean, expected)
 for ddp, every_step in zip(copies[0].module.parameters(), copies[1].parameters()):

@@ -1,0 +1,171 @@
+"""What of a step and of a checkpoint depends on how processes share the training."""
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from shared.config.options import OptimConfig
+from shared.parallel import sharding
+from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
+from shared.process import faults
+from shared.process.errors import ConfigError
+
+
+class Strategy:
+    """Plain PyTorch: one process, DDP, FSDP2, HSDP, tensor parallelism, a pipeline.
+
+    Subclasses are `parallel.zero.DeepSpeed` and `training.sync.Replicas`. Nothing else asks which
+    of them runs. All ranks call the same methods in the same order.
+
+    Attributes:
+        title: what does not work with the features of `lacks`, for people.
+        lacks: features that it does not have, as `require` names them.
+        group: the process group whose ranks share one model; None: all ranks.
+        agreed: the weights that evaluations, checkpoints and final/ have, where each rank trains
+            its own; else None: those of the model.
+        prefix: begins the names of weights and optimizer state in checkpoints, where each rank has
+            its own; else empty.
+        apart: how many train apart, for checkpoints; empty where all train together.
+        can_skip: whether an update that is not finite can be skipped.
+    """
+
+    title = ""
+    lacks: frozenset[str] = frozenset()
+    group: Any = None
+    agreed: Any = None
+    prefix = ""
+    apart = ""
+    can_skip = True
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def require(self, feature: str) -> None:
+        """Raise a ConfigError if the strategy lacks this feature."""
+        if feature in self.lacks:
+            raise ConfigError(f"{feature} does not work with {self.title}")
+
+    # Before training ------------------------------------------------------------------------------
+
+    def prepare(
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+    ) -> tuple[Any, list[Any]]:
+        """Model and optimizers on the device, wrapped, sharded: see `sharding.prepare`."""
+        return sharding.prepare(self.accelerator, model, optimizers, comm_hook=comm_hook)
+
+    def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
+        """The share of weights and optimizer state that this rank keeps between steps."""
+        return sharding.sharding_shares(self.accelerator, model, optimizers)
+
+    # A step ---------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, scale: float) -> None:
+        """Add the gradients of a micro-batch's `loss` times `scale`.
+
+        Args:
+            loss: scalar, summed over the micro-batch's targets.
+            scale: see `step.loss_scale`.
+        """
+        if self.accelerator.scaler is not None:  # fp16
+            self.accelerator.backward(loss * scale)
+        else:  # the same result bit for bit with fewer kernels
+            loss.backward(torch.full_like(loss, scale))
+
+    def clip(self, models: list[nn.Module], max_norm: float) -> torch.Tensor:
+        """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0.
+
+        Returns:
+            Their norm before: scalar on the device, the same on all ranks of `group`; not finite
+            where any rank's gradient is not.
+        """
+        self.accelerator.unscale_gradients()
+        gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+        norm = gradient_norm(self.accelerator, gradients, self.group)
+        if max_norm:
+            shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            scale_gradients(gradients, shrink)
+        return norm
+
+    def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
+        """Whether a bool on the device is true on all ranks of `group`: another such bool."""
+        if self.accelerator.num_processes == 1:
+            return finite
+        least = finite.int()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return least == 1
+
+    def update(self, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
+        """Step all optimizers if the step is `finite` (a bool on the device), and clear the
+        gradients.
+
+        With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and
+        the loss scale falls. The scaler alone would skip only the optimizer with the bad gradients.
+
+        Fused AdamW and Muon read `found_inf` on the device, so the host waits for nothing. For
+        other optimizers, offloaded weights and fp16 the host reads `finite`.
+        """
+        faults.point("update")
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            finite = finite & norm.isfinite()
+        for optimizer in optimizers:
+            if scaler is None and _skips_by_itself(optimizer, finite.device):
+                optimizer.found_inf = (~finite).float()
+                optimizer.step()
+                del optimizer.found_inf
+            elif finite:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=not keeps_gradients(self.accelerator))
+        if scaler is not None:  # once: Accelerate's wrappers would do it once for each optimizer
+            scaler.update()
+
+    def after(self, step: int, total_steps: int) -> None:
+        """What is due after an optimizer step."""
+
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """Tensors of its own that a checkpoint holds, by name; loaded in place.
+
+        Args:
+            saved: names in the checkpoint that is to be loaded.
+        """
+        return {}
+
+    def begin_from_agreed(self) -> None:
+        """Let each rank's own weights be those that all agreed on."""
+
+    def gather(
+        self, trainable: dict[str, nn.Parameter], step: int
+    ) -> dict[str, torch.Tensor] | None:
+        """Weights and optimizer state by their names in checkpoints, where they do not lie in
+        parameters and optimizers; else None.
+        """
+        return None
+
+    def scatter(
+        self,
+        trainable: dict[str, nn.Parameter],
+        step: int,
+        read: Callable[[dict[str, torch.Tensor]], None],
+    ) -> bool:
+        """Set what `gather` gave. False where that is nothing.
+
+        Args:
+            read: fills tensors, whole ones, by name from the checkpoint.
+        """
+        return False
+
+
+def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
+    """Whether `step` heeds `found_inf`, as the kernel of fused AdamW does; not for weights that are
+    offloaded elsewhere.
+    """
+    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+    if not fused and not getattr(optimizer, "heeds_found_inf", False):
+        return False
+    return all(group["params"][0].device == device for group in optimizer.param_groups)

@@ -1,0 +1,340 @@
+"""What happens before training, in the order in which a template calls it:
+
+setup = Setup(config, "pretrain")                       # processes; the run's folder
+model, optimizers = setup.prepare(model, optimizers)    # on the device, sharded
+config = setup.compile(model, 100)                      # --torch_compile, or where it saves time
+config = setup.rehearse(train, loss)                    # --find_batch_size, --dress_rehearsal
+run = setup.start(train, fingerprint="...", total_steps=100)
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared.config import parse as configs
+from shared.data.mixture import Mixture
+from shared.data.order import Batch
+from shared.models.blocks import compile_blocks
+from shared.models.hub import identity_of_frozen
+from shared.models.weights import WeightCopy
+from shared.parallel.strategy import Strategy
+from shared.parallel.zero import strategy_of
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
+from shared.process.printing import note, print_main, summary
+from shared.run import exits, launch, tracking
+from shared.run.checkpoint import Checkpointer
+from shared.run.checkpoint_files import settings_of
+from shared.run.folder import open_run
+from shared.run.rehearsal import Rehearsal
+from shared.run.run import Run
+from shared.run.state import TrainState
+from shared.training import defaults, optim
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a setting is not given: None, or 0 of a size; not False."""
+    return not value and value is not False
+
+
+class Setup:
+    """A run before its first step. All ranks call the same methods in the same order.
+
+    Args:
+        config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint
+            and log.
+        name: template name, for the run's folder and the tracker's project.
+        unit: what throughput counts: tokens, images, texts or pairs.
+        strategy: makes another than the launch config asks for.
+
+    Attributes:
+        config: with what was chosen so far.
+        accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank
+            0.
+        strategy: how processes share the training.
+        dir: the run's folder.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        name: str,
+        *,
+        unit: str = "tokens",
+        strategy: Callable[[Accelerator], Strategy] | None = None,
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.unit = unit
+        speed = config.speed
+        self.accelerator = launch.start(
+            config.batch.seed,
+            log_with=tracking.tracker_name(config.log.report_to),
+            timeout=speed.ddp_timeout,
+            deterministic=speed.deterministic,
+        )
+        self.strategy = (strategy or strategy_of)(self.accelerator)
+        self.device = self.accelerator.device
+        self.is_main = self.accelerator.is_main_process
+        self.dir = Path()
+        # preprocessing makes no run folder, and compiles nothing
+        if not getattr(config.data, "preprocess_only", False):
+            if speed.torch_compile and not launch.has_compiler():
+                raise ConfigError(
+                    "--torch_compile needs a compiler: apt install g++, in an image "
+                    "--build-arg EXTRA_PACKAGES=g++"
+                )
+            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: list[Any] = []
+        self.ema: WeightCopy | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+        self._chosen: list[str] = []
+        self._before: dict[str, Any] = {}
+        if self.dir != Path():
+            named = config.checkpoint.resume_from_checkpoint
+            self._before = on_main(partial(settings_of, self.dir, named))
+
+    def choose(self, reason: str, **values: Any) -> Any:
+        """Settle settings that the user left open, and return the config with them. The summary
+        says them.
+
+        A run that continues keeps those of its checkpoint, also on another number of processes.
+
+        Args:
+            reason: what they follow from, for people.
+            values: by flag; ignored where the flag was given, or, of a budget, any budget was.
+        """
+        given = configs.flatten(self.config)
+        budgets = (
+            configs.BUDGETS
+            if any(given.get(name) is not None for name in configs.BUDGETS)
+            else set()
+        )
+        before = {name: value for name, value in self._before.items() if not _is_open(value)}
+        values = {
+            name: before.get(name, value)
+            for name, value in values.items()
+            if name not in budgets and _is_open(given[name])
+        }
+        if values:
+            self.config = configs.replace(self.config, **values)
+            said = (
+                f"{name} {f'{value:g}' if isinstance(value, float) else value}"
+                for name, value in values.items()
+            )
+            self._chosen.append(f"{', '.join(said)} ({reason})")
+        return self.config
+
+    def prepare(
+        self, model: Any, optimizers: list[Any], name: str = "model", *, spread: bool = True
+    ) -> tuple[Any, list[Any]]:
+        """Model and optimizers as the launch config wants them: on the device, wrapped, sharded.
+        Call once for each model.
+
+        Args:
+            model: the whole model on every rank, with the same weights.
+            optimizers: new ones. A group with another rate keeps its ratio to --learning_rate.
+            name: name in checkpoints; "model" is the one that final/ is made of.
+            spread: False for a model that is distributed already, as a pipeline is.
+
+        Raises:
+            ConfigError: the launch config cannot spread them.
+        """
+        if self.models:
+            self.strategy.require("a second model")
+        options = self.config.optim
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if group["lr"] != options.peak:
+                    group.setdefault("lr_scale", group["lr"] / options.peak)
+        if spread:
+            hook = self.config.speed.ddp_comm_hook
+            model, optimizers = self.strategy.prepare(model, optimizers, options, hook)
+        self.models[name] = model
+        self.optimizers += optimizers
+        if name == "model" and self.config.evaluation.ema_decay:
+            self.strategy.require("--ema_decay")
+            self.ema = WeightCopy(self.accelerator, model)
+        return model, optimizers
+
+    def compile(
+        self,
+        model: Any,
+        steps: int,
+        how: Callable[[Any], None] = compile_blocks,
+        *,
+        least: int = defaults.STEPS_TO_COMPILE,
+        one_shape: bool = True,
+    ) -> Any:
+        """Compile `model` in place, if --torch_compile says so or, where it is not given, if that
+        saves time on this device. A run that continues keeps what it did.
+
+        Args:
+            steps: optimizer steps of the whole run.
+            how: compiles a model without wrappers.
+            least: steps from which on compiling saves more time than it takes.
+            one_shape: all batches have one; each other shape would be compiled anew, and slower.
+
+        Returns:
+            The config, which says whether the model is compiled.
+        """
+        asked = self.config.speed.torch_compile
+        measured = self.device.type == "cuda"
+        measured &= "--torch_compile by default" not in self.strategy.lacks
+        saves = measured and one_shape and steps >= least
+        if saves and asked is None and not launch.has_compiler():
+            saves = False
+            note("no C compiler is installed, so nothing is compiled: apt install g++")
+        self.choose(f"{steps:,} steps on a {self.device.type.upper()} device", torch_compile=saves)
+        if self.config.speed.torch_compile:
+            # what nobody asked for must not end the run
+            torch._dynamo.config.suppress_errors = asked is None
+            with contextlib.suppress(*[ConfigError] * (asked is None)):
+                how(self.accelerator.unwrap_model(model))
+        return self.config
+
+    def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Save more tensors in checkpoints, and load them in place on resume."""
+        self.strategy.require("Setup.keep")
+        self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+
+    def rehearse(
+        self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1
+    ) -> Any:
+        """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets.
+        Changes no weights.
+
+        Args:
+            train: the training data: a `Loader` or `Stream`.
+            losses: batch -> scalar; together they pass through all models.
+            multiple: the rows of a micro-batch have to be a multiple of this.
+
+        Returns:
+            The config, with the batch size that was found.
+        """
+        models = list(self.models.values())
+        trial = Rehearsal(self.strategy, models, self.optimizers, train, losses)
+        if self.config.batch.find_batch_size:
+            rows = trial.find_batch_size(multiple)
+            self.config = configs.replace(self.config, per_device_train_batch_size=rows)
+        trial.settle_ddp()
+        if self.config.checkpoint.dress_rehearsal and not self._before:
+            trial.dress_rehearsal(self._saver(""), TrainState())
+        return self.config
+
+    def _saver(self, fingerprint: str) -> Checkpointer:
+        name = configs.flatten(self.config).get("model_name_or_path") or ""
+        model = self.accelerator.unwrap_model(self.models["model"])
+        return Checkpointer(
+            self.strategy,
+            self.models,
+            self.optimizers,
+            self.dir,
+            self.config,
+            data=fingerprint,
+            base=identity_of_frozen(name, model),
+            ema=self.ema,
+            extra=self._kept,
+        )
+
+    def start(
+        self,
+        train: Any,
+        *,
+        fingerprint: str,
+        total_steps: int,
+        makes: str = "final",
+        samples: str = "rows",
+        flops: float | None = None,
+        **rows: Any,
+    ) -> Run:
+        """Continue from the newest whole checkpoint of the run's folder, or begin: write
+        config.yaml, print the summary, start the logs. From here on a signal stops the run with a
+        checkpoint.
+
+        Args:
+            train: the training data: a `Loader` or `Stream`.
+            fingerprint: of the samples; a run on other samples is not continued.
+            total_steps: optimizer steps of the whole run.
+            makes: the last thing that the template writes. If it exists, a run without steps left
+                is finished.
+            samples: the unit of a batch, for the summary: rows, images, texts.
+            flops: floating-point operations of forward and backward for one token or image, for
+                MFU.
+            rows: more lines of the summary; `optimizer` replaces what the flags say.
+
+        Raises:
+            Finished: nothing is left to do.
+            ConfigError: the checkpoint's run has other settings that change what the model learns.
+            CheckpointError: none of the run's checkpoints is whole.
+        """
+        config = self.config
+        given = configs.flatten(config)
+        saver = self._saver(fingerprint)
+        state = saver.resume(config.checkpoint.resume_from_checkpoint)
+        if state.place:
+            longer = train.resume(state.step, state.place)
+            total_steps += longer if config.batch.max_steps is None else 0
+        rate = optim.learning_rate(config.optim, state.step, total_steps)
+        if state.next_rate is not None and not math.isclose(rate, state.next_rate):
+            print_main(
+                "warning: with this budget and schedule the learning rate goes from "
+                f"{state.next_rate:.3g} to "
+                f"{rate:.3g} here (docs/after_training.md, Train longer)"
+            )
+        metric = config.evaluation.metric_for_best_model
+        state.begin_scoring(metric, fingerprint, configs.measured_by(config))
+        if state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
+            state.stopped_early = []
+        is_over = state.step >= total_steps or bool(state.stopped_early)
+        if is_over and on_main((self.dir / makes).exists):
+            budget = next(
+                (name for name in ("max_tokens", "num_train_epochs") if given.get(name)),
+                "max_steps",
+            )
+            raise exits.Finished(
+                f"{self.dir} is finished: {state.step} steps. Train longer "
+                f"with a larger --{budget} and "
+                f"--allow_changed {budget}, or choose another --output_dir"
+            )
+        config = configs.replace(config, output_dir=self.dir)
+        if self.is_main:
+            configs.save(config, self.dir / "config.yaml")
+        self._print_summary(train, total_steps, samples, rows)
+        return Run(self, train, saver, state, total_steps, flops)
+
+    def _print_summary(
+        self, train: Any, total_steps: int, samples: str, rows: dict[str, Any]
+    ) -> None:
+        config = self.config
+        epoch = train.steps_per_epoch
+        epochs = ""
+        if epoch:
+            epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
+        if isinstance(order := getattr(train, "order", None), Mixture):
+            rows["mixture"] = order.describe(total_steps)
+        shares = self.strategy.shares(self.models["model"], self.optimizers)
+        processes = self.accelerator.num_processes
+        held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
+        summary(
+            self.name,
+            {
+                "run on": launch.strategy(self.accelerator),
+                "each process holds": ", ".join(held) if processes > 1 else None,
+                **{name.replace("_", " "): value for name, value in rows.items()},
+                "batch": launch.batch_line(config.batch, self.accelerator, samples),
+                "budget": f"{total_steps:,} steps{epochs}",
+                "cadence": launch.cadence_line(config, total_steps, epoch),
+                "optimizer": rows.get("optimizer", config.optim.describe()),
+                **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
+                "output": self.dir,
+            },
+        )
