@@ -57,6 +57,9 @@ class Config:
     simpo_gamma: PositiveOrZero = 0.5  # simpo: margin that the rewards should have
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
+    # Number of validation prompts that the model answers at each evaluation, to score the answers;
+    # 0: none
+    eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: PreferenceConfig = PreferenceConfig(
@@ -89,6 +92,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shared.answers.answers import log_answers
+from shared.answers.scores import exact_match, token_f1
 from shared.models import adapters, attention
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
@@ -96,7 +101,6 @@ from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
 from shared.run import exits
-from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
@@ -188,9 +192,23 @@ def preference_loss(
     return (losses * counts).sum()
 
 
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+
+    Args:
+        record: the texts `prompt` and `reference` (the chosen answer), and the columns of the data
+            that are not learned.
+    """
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }
+
+
 def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation
-    pairs, each counted once.
+    pairs, each counted once, and the scores of answers to some prompts.
     """
     config = run.config
     sums: dict[str, Any] = {}
@@ -205,8 +223,9 @@ def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None
         accuracy, margin = (
             run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins")
         )
-        run.log_evaluation({"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin})
-        log_answers(run, model, data.held_out, tokenizer, expected="chosen")
+        values = {"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin}
+        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:

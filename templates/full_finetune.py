@@ -58,6 +58,9 @@ class Config:
     neftune_noise_alpha: PositiveOrZero = 0.0
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
+    # Number of validation prompts that the model answers at each evaluation, to score the answers;
+    # 0: none
+    eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
@@ -82,6 +85,8 @@ if __name__ == "__main__":
 
 from torch import nn
 
+from shared.answers.answers import log_answers
+from shared.answers.scores import exact_match, token_f1
 from shared.models import attention
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
@@ -91,7 +96,6 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
 from shared.models.weights import DTYPES
 from shared.run import exits
-from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.run.setup import Setup
@@ -115,14 +119,29 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     return model.train()  # from_pretrained leaves dropout off
 
 
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+
+    Args:
+        record: the texts `prompt` and `reference`, and the columns of the data that are not
+            learned.
+    """
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }
+
+
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the
-    end, answers to some.
+    """Log the loss per target token and the perplexity of the validation samples, and the scores of
+    answers to some.
     """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
-        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        log_answers(run, model, data.held_out, tokenizer)
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:

@@ -44,6 +44,9 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
+    # Number of validation prompts that the model answers at each evaluation, to score the answers;
+    # 0: none
+    eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
@@ -65,13 +68,14 @@ if __name__ == "__main__":
 
 from torch import nn
 
+from shared.answers.answers import log_answers
+from shared.answers.scores import exact_match, token_f1
 from shared.models import adapters, attention, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.run import exits
-from shared.run.answers import log_answers
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.run.setup import Setup
@@ -94,14 +98,29 @@ def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.M
     return model
 
 
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+
+    Args:
+        record: the texts `prompt` and `reference`, and the columns of the data that are not
+            learned.
+    """
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }
+
+
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the
-    end, answers to some.
+    """Log the loss per target token and the perplexity of the validation samples, and the scores of
+    answers to some.
     """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
-        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        log_answers(run, model, data.held_out, tokenizer)
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:

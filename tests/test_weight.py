@@ -15,6 +15,7 @@ from tools.new import closure
 
 # 2026-11-27: what there is, to the next hundred, in lines of 100 columns.
 FOLDERS = {
+    "answers": 1_200,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
     "config": 4_200,
     "data": 19_500,  # labels and the store of prepared data, before in text and images
@@ -28,11 +29,12 @@ FOLDERS = {
     "text": 23_000,
     "training": 6_400,
 }
-TEMPLATES = {  # with all that they import; each decides whether to compile
-    "dpo": 95_200,
-    "full_finetune": 87_600,
+# With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers.
+TEMPLATES = {
+    "dpo": 95_400,
+    "full_finetune": 87_800,
     "image_classification": 81_600,
-    "lora_finetune": 91_200,
+    "lora_finetune": 91_400,
     "pretrain": 83_800,
     "pretrain_pipeline": 78_500,
     "text_classification": 87_400,

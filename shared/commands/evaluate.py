@@ -1,8 +1,10 @@
 """Evaluate a finished run on other data, with the metrics of its template. An adapter is compared
-with its base and merged.
+with its base and merged, and a run with another one.
 
 python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch
 templates/lora_finetune.py
+python -m shared evaluate runs/chat --beside runs/other --test_file test.jsonl --eval_answers 200
+-- accelerate launch templates/lora_finetune.py
 python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch
 templates/image_classification.py
 
@@ -36,7 +38,7 @@ DROPPED = {
 }
 DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
 SOURCES = ("train_file", "train_dir", "dataset_name")
-KEPT = {"load_in_4bit", "load_in_8bit", "text_only", "lora_experts"}  # of AdapterConfig
+KEPT = {"load_in_4bit", "load_in_8bit", "lora_experts"}  # of AdapterConfig
 ONLY = {
     "max_steps": 0,
     "torch_compile": False,
@@ -127,31 +129,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--test_file", help="as --validation_file")
-    data.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--test_file", help="as --validation_file")
+    source.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
     parser.add_argument(
         "command", nargs="+", help="after --: how the template is launched, without its flags"
     )
+    parser.add_argument("--eval_answers", help="answer so many prompts, too, and score the answers")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        action="append",
+        default=[],
+        help="folder of another run of this template, to compare with; may be repeated",
+    )
     options = parser.parse_args()
-    if not (options.run / "config.yaml").exists() or not (options.run / "final").is_dir():
-        raise ConfigError(
-            f"{options.run}: no finished run, which has config.yaml and final/: "
-            "its own command finishes it"
-        )
-    chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
-    given: dict[str, Any] = {
-        key: str(Path(value).resolve()) for key, value in chosen.items() if value
-    }
-    places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]
-    places = [options.run / "base"] * (options.run / "final/adapter_config.json").exists() + places
-    into = options.run.resolve() / "evaluations" / Path(*given.values()).stem
-    found = {
-        place.name: evaluate(
-            options.run.resolve(), place.resolve(), given, into / place.name, options.command
-        )
-        for place in places
-    }
+    runs = [options.run, *options.beside]
+    for run in runs:
+        if not (run / "config.yaml").exists() or not (run / "final").is_dir():
+            raise ConfigError(
+                f"{run}: no finished run, which has config.yaml and final/: "
+                "its own command finishes it"
+            )
+    test = Path(options.test_file or options.test_dir).resolve()
+    data = {"validation_file" if options.test_file else "validation_dir": str(test)}
+    if options.eval_answers:
+        data["eval_answers"] = options.eval_answers
+    places = [(options.run, name) for name in ("final", "merged") if (options.run / name).is_dir()]
+    places = [(options.run, "base")] * (options.run / "final/adapter_config.json").exists() + places
+    found = {}
+    for run, name in [*places, *((run, "final") for run in options.beside)]:
+        folder = run.resolve()
+        whole = folder / "evaluations" / test.stem / name
+        title = name if run == options.run else folder.name
+        found[title] = evaluate(folder, folder / name, data, whole, options.command)
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     wide = max(map(len, names)) + 2
     print(" " * wide + "".join(f"{place:>16}" for place in found))
@@ -160,7 +171,8 @@ def main() -> None:
             f"{name:>{wide}}"
             + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
         )
-    print("more in " + ", ".join(str(into / name) for name in found), file=sys.stderr)
+    into = [run.resolve() / "evaluations" / test.stem for run in runs]
+    print("more in " + ", ".join(map(str, into)), file=sys.stderr)
 
 
 if __name__ == "__main__":

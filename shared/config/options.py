@@ -158,8 +158,8 @@ class OptimConfig:
     adam_beta1: BelowOne = 0.9  # Decay of the first moment
     adam_beta2: BelowOne = 0.95  # Decay of the second moment
     adam_epsilon: PositiveOrZero = 1e-8  # Added to the root of the second moment
-    muon_momentum: BelowOne = 0.95  # Momentum of Muon
-    sgd_momentum: Annotated[float, within(above=0, below=1)] = 0.9  # Momentum of SGD
+    # Of sgd and muon; if not given, 0.9 and 0.95
+    momentum: Annotated[float, within(above=0, below=1)] | None = None
     # Gradients are scaled down to this global L2 norm; 0 turns clipping off
     max_grad_norm: PositiveOrZero = 1.0
     # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
@@ -240,7 +240,8 @@ class EvaluationConfig:
     eval_steps: Free[Steps[int | float | None]] = 0.02
     # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
     # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
-    # is loss, perplexity, error, bits, nll, mae, mse, rmse, wer or cer; else higher.
+    # is loss, perplexity, error, errors, distance, bits, nll, mae, mse, rmse, wer or cer; else
+    # higher.
     # If not given, images take accuracy, or map (mean average precision) with several labels.
     metric_for_best_model: str | None = "loss"
     # Stop after so many evaluations without a better one; 0: never

@@ -171,7 +171,7 @@ def measured_by(config: Any) -> str:
     measures depends on them.
     """
     apart = {"batch", "optim", "speed", "evaluation", "checkpoint", "log"}
-    free = free_fields(type(config)) - {"eval_samples"}
+    free = free_fields(type(config)) - {"eval_samples", "eval_answers", "max_new_tokens"}
     values = flatten(config)
     # base is checked
     names = {name for name, flag in flags(type(config)).items() if flag.group not in apart}

@@ -277,7 +277,7 @@ class Store:
     Attributes:
         source: its name, for people.
         notes: what was seen in it.
-        identity: changes when the arrays do.
+        identity: changes when the arrays do; lines do not count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -288,9 +288,9 @@ class Store:
         self._arrays: dict[str, list[Any]] = state["arrays"]
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
-        self.identity = prepared.fingerprint(
-            **{name: checksums[f"{name}.bin"] for name in self._arrays}
-        )
+        # not how long the lines are: they have the paths of files, and labels are compared apart
+        arrays = self._arrays.keys() - {"line_ends"}
+        self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
     # a spawned worker maps the files itself
     def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
@@ -354,6 +354,11 @@ class Split:
         """The store of a sample, and its number there."""
         of = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.stores[of], int(self.numbers[of][index - self.starts[of]])
+
+    def line(self, index: int) -> Any:
+        """What `Encoded.lines` has of a sample."""
+        store, number = self.find(index)
+        return store.line(number)
 
     def values(self, index: int, *arrays: str) -> list[np.ndarray]:
         """The part of these arrays that is of a sample."""

@@ -38,7 +38,7 @@ def load_base(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         accelerator.mixed_precision, torch.float32
     )
-    options: dict[str, Any] = {"dtype": dtype, "text_only": adapter.text_only}
+    options: dict[str, Any] = {"dtype": dtype}
     # These adapters begin with numbers that whole weights give.
     whole = (
         whole
@@ -58,7 +58,7 @@ def load_base(
         options["quantization_config"] = _quantisation(name, adapter)(
             load_in_4bit=adapter.load_in_4bit,
             load_in_8bit=adapter.load_in_8bit,
-            llm_int8_skip_modules=not_to_quantise(name, adapter.text_only),  # for 4 bits, too
+            llm_int8_skip_modules=not_to_quantise(name),  # for 4 bits, too
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,

@@ -2,18 +2,20 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import broadcast, extract_model_from_parallel
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
-from shared.process.printing import indented, note, print_main
+from shared.process.printing import note
 
 
 def end_generation_at(model: Any, end: int | None) -> None:
@@ -52,11 +54,13 @@ def first_lines(text: str, most: int = 8) -> str:
 
 @contextlib.contextmanager
 def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
-    """Let `generate` of `whole` compute with the prepared `model`, its wrapper, and choose by one
-    rank's logits on all.
+    """Let `generate` of `whole` compute with the prepared `model`, its wrapper.
 
-    Kernels that differ in the last bit would have ranks end at different lengths.
+    Ranks of tensor parallelism choose by the logits of the first of them: kernels that differ in
+    the last bit would have them answer with different tokens.
     """
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    groups = [mesh.get_group("tp") for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())]
 
     def call(*args: Any, **named: Any) -> Any:
         whole._compiled_call_impl = None
@@ -64,7 +68,9 @@ def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
             outputs = model(*args, **named)
         finally:
             whole._compiled_call_impl = call
-        outputs.logits = broadcast(outputs.logits[:, -1:].contiguous())
+        outputs.logits = outputs.logits[:, -1:].contiguous()
+        if groups:
+            dist.broadcast(outputs.logits, group=groups[0], group_src=0)
         return outputs
 
     whole._compiled_call_impl = call  # in place of the module's hooks and forward
@@ -75,90 +81,74 @@ def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    sample: bool = False,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Token ids that continue each prompt (token ids), greedily or by sampling: up to the first
+    token of `ends`, with it, or `max_new_tokens`.
+
+    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
+    `generate` of transformers on the prepared model, under every strategy: one batch, padded on the
+    left, with the cache. Ranks may have different prompts, but every rank makes the same number of
+    calls.
+    """
+    training = model.training
+    whole = without_adapters(extract_model_from_parallel(model))
+    model.eval()
+    state = PartialState()
+    device = state.device  # offloaded weights are elsewhere
+    context = context_of(whole) or sys.maxsize
+    fitting = [ids[-max(1, context - max_new_tokens) :] for ids in prompts]
+    longest = max(map(len, fitting))
+    padding = torch.tensor([longest - len(ids) for ids in fitting], device=device)
+    rows = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in fitting], device=device)
+    settings = GenerationConfig(
+        max_new_tokens=min(max_new_tokens, context - 1),
+        do_sample=sample,
+        eos_token_id=[*ends] or None,
+        pad_token_id=0,
+        top_k=0,
+    )
+    before = whole.generation_config
+    whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
+        torch.manual_seed(seed)
+        found = whole.generate(
+            rows,
+            attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
+            generation_config=settings,
+            synced_gpus=state.num_processes > 1,  # a forward of sharded weights takes all ranks
+        )
+    whole.generation_config = before
+    model.train(training)
+    answers = found[:, longest:].tolist()
+    lengths = [next((i for i, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in answers]
+    return [ids[:length] for ids, length in zip(answers, lengths, strict=True)]
+
+
 def continuations(
     model: nn.Module,
     tokenizer: Any,
     prompts: list[list[int]],
     *,
-    max_new_tokens: int,
     end: int | None = None,
-    sample: bool = False,
-    seed: int = 0,
+    **options: Any,
 ) -> list[str]:
-    """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or
-    by sampling.
-
-    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
-    `generate`, with its cache, on the prepared model under every strategy. Every rank calls this
-    with the same prompts.
-    """
-    training = model.training
-    whole = without_adapters(extract_model_from_parallel(model))
-    model.eval()
-    device = PartialState().device  # offloaded weights are elsewhere
-    context = context_of(whole) or sys.maxsize
-    ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
-    given: Any = {
-        "max_new_tokens": min(max_new_tokens, context - 1),
-        "do_sample": sample,
-        "eos_token_id": ends or None,
-    }
-    settings = GenerationConfig(**given, pad_token_id=0, top_k=0)
-    before = whole.generation_config
-    texts = []
-    whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
-    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
-        torch.manual_seed(seed)
-        for prompt in prompts:
-            ids = torch.tensor([prompt[-max(1, context - max_new_tokens) :]], device=device)
-            mask = torch.ones_like(ids)
-            found = whole.generate(
-                ids, attention_mask=mask, generation_config=settings, synced_gpus=False
-            )
-            texts.append(
-                tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
-            )
-    whole.generation_config = before
-    model.train(training)
-    return texts
-
-
-def answers(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: list[tuple[list[int], list[int]]],
-    *,
-    step: int,
-    max_new_tokens: int,
-    end: int | None,
-) -> list[list[str]]:
-    """Let the model answer prompts, and print its answers beside the references. Every rank calls
+    """Texts of `generate`, which end at the end-of-text token or the token `end`. Every rank calls
     this.
-
-    Args:
-        prompts: (ids to give the model, ids of a reference).
-        step: optimizer steps that the model has learned.
-        max_new_tokens, end: see `continuations`.
-
-    Returns:
-        Rows of a table: step, prompt, reference, answer.
     """
-    outputs = continuations(
-        model, tokenizer, [ids for ids, _ in prompts], max_new_tokens=max_new_tokens, end=end
-    )
-    rows = []
-    for (ids, expected), output in zip(prompts, outputs, strict=True):
-        prompt = tokenizer.decode(ids)
-        reference = tokenizer.decode(expected, skip_special_tokens=True).strip()
-        rows.append([str(step), prompt, reference, output])
-        parts = {
-            "prompt": prompt,
-            "reference": reference,
-            f"model at step {step}": first_lines(output),
-        }
-        print_main(
-            *(line for title, text in parts.items() for line in (f"--- {title}", *indented(text))),
-            "---",
-        )
-    return rows
+    ends = ends_of(tokenizer, end)
+    found = generate(model, prompts, ends=ends, **options)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+def ends_of(tokenizer: Any, end: int | None) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and what ends a turn."""
+    return [token for token in (tokenizer.eos_token_id, end) if token is not None]

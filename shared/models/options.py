@@ -70,9 +70,6 @@ class AdapterConfig:
     adapter_name_or_path: str | None = None
     # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
     merge_adapter: Free[bool] = False
-    # Load a multimodal checkpoint as its language model alone. The adapter then fits only that
-    # class.
-    text_only: bool = False
     # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
     load_in_4bit: bool = False
     # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait

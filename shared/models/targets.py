@@ -130,7 +130,7 @@ def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -
     return ""
 
 
-def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
+def not_to_quantise(name: str) -> list[str] | None:
     """The modules of the checkpoint `name` that stay in 16 bits; None: as the library chooses, all
     but the head.
 
@@ -139,7 +139,7 @@ def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
     """
     config = from_hub(AutoConfig, name)
     with torch.device("meta"):
-        model = from_architecture(class_of(config, text_only), config)
+        model = from_architecture(class_of(config), config)
     modules = dict(model.named_modules())
     linear = [(name, module) for name, module in modules.items() if isinstance(module, nn.Linear)]
     kept = outer_parts(model)

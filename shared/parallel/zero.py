@@ -62,7 +62,21 @@ class DeepSpeed(Strategy):
     def gather(
         self, trainable: dict[str, nn.Parameter], step: int
     ) -> dict[str, torch.Tensor] | None:
-        return state(self.accelerator, trainable, step)
+        """Whole, in the main rank's memory; empty on the others."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        _link_moments(self.accelerator.deepspeed_engine_wrapped.engine.optimizer)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in trainable.items():
+            values = {f"model.{name}": full_weight(parameter)}
+            for key in MOMENTS:
+                values[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key)
+            if self.accelerator.is_main_process:
+                tensors |= {
+                    key: value.detach().to("cpu", copy=True) for key, value in values.items()
+                }
+                tensors[f"optimizer.{name}.step"] = torch.tensor(float(step))
+        return tensors
 
     def scatter(
         self,
@@ -70,7 +84,31 @@ class DeepSpeed(Strategy):
         step: int,
         read: Callable[[dict[str, torch.Tensor]], None],
     ) -> bool:
-        load(self.accelerator, trainable, step, read)
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        zero = self.accelerator.deepspeed_engine_wrapped.engine.optimizer
+        stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+        for piece in (
+            zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+        ):
+            zero.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
+            # for the fused kernel
+            zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)
+        _link_moments(zero)
+        for name, parameter in trainable.items():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            weight = torch.empty(shape, device=self.accelerator.device)
+            moments = {key: torch.empty(shape, device=self.accelerator.device) for key in MOMENTS}
+            read(
+                {f"model.{name}": weight}
+                | {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+            )
+            safe_set_full_fp32_param(parameter, weight)
+            for key, value in moments.items():
+                safe_set_full_optimizer_state(parameter, value, key)
+            with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
+                parameter.copy_(weight)  # what the next forward computes with
         return True
 
 
@@ -84,8 +122,7 @@ def make_whole_models() -> None:
 
 
 def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
-    """Give DeepSpeed the template's answers before `accelerator.prepare`, which `parallel.prepare`
-    calls.
+    """Give DeepSpeed the template's answers before `accelerator.prepare`.
 
     Raises:
         ConfigError: the launch config has other answers, or DeepSpeed cannot work with these
@@ -158,61 +195,3 @@ def _link_moments(zero: Any) -> None:
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
-
-
-def state(
-    accelerator: Accelerator, trainable: dict[str, nn.Parameter], step: int
-) -> dict[str, torch.Tensor]:
-    """Weights and AdamW's state by name, whole, in the main rank's memory; empty on the others.
-    Every rank calls this.
-    """
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    _link_moments(accelerator.deepspeed_engine_wrapped.engine.optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in trainable.items():
-        values = {f"model.{name}": full_weight(parameter)}
-        for key in MOMENTS:
-            values[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key)
-        if accelerator.is_main_process:
-            tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
-            tensors[f"optimizer.{name}.step"] = torch.tensor(float(step))
-    return tensors
-
-
-def load(
-    accelerator: Accelerator,
-    trainable: dict[str, nn.Parameter],
-    step: int,
-    read: Callable[[dict[str, torch.Tensor]], None],
-) -> None:
-    """Set what `state` gave, one parameter at a time. Every rank calls this.
-
-    Args:
-        read: fills tensors, whole ones, by name from the checkpoint; every rank calls it alike.
-    """
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-    zero = accelerator.deepspeed_engine_wrapped.engine.optimizer
-    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    for piece in (
-        zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
-    ):
-        zero.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
-        # for the fused kernel
-        zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)
-    _link_moments(zero)
-    for name, parameter in trainable.items():
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        weight = torch.empty(shape, device=accelerator.device)
-        moments = {key: torch.empty(shape, device=accelerator.device) for key in MOMENTS}
-        read(
-            {f"model.{name}": weight}
-            | {f"optimizer.{name}.{key}": value for key, value in moments.items()}
-        )
-        safe_set_full_fp32_param(parameter, weight)
-        for key, value in moments.items():
-            safe_set_full_optimizer_state(parameter, value, key)
-        with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
-            parameter.copy_(weight)  # what the next forward computes with

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -166,6 +166,17 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(value := json.loads(line), dict):
                     yield value
+
+
+def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop from a file, if it exists, what `keep` refuses, and half-written lines. Call on one
+    rank.
+    """
+    if path.exists():
+        temporary = path.with_name(f".{path.name}")
+        with open_regular(temporary) as kept:
+            kept.writelines(json.dumps(row) + "\n" for row in read_json_lines(path) if keep(row))
+        temporary.replace(path)
 
 
 def cache_dir() -> Path:

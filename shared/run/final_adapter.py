@@ -56,8 +56,7 @@ def save_adapter(
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            if not config.adapter.text_only:
-                save_what_text_does_not_reach(name, merged, folder)
+            save_what_text_does_not_reach(name, merged, folder)
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(

@@ -24,7 +24,7 @@ from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
 FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
-REPORT = ("evaluation.json", "predictions.csv")
+REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
 PICTURES = ("confusion_matrix.png", "mistakes.png")
 MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one

@@ -28,7 +28,7 @@ from shared.data import audit
 from shared.models.counts import PEAK_FLOPS, known_gpu
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
-from shared.process.files import open_regular, read_json_lines
+from shared.process.files import keep_json_lines
 from shared.process.printing import print_main
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
@@ -84,7 +84,8 @@ class Logger:
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
         if self.main:
-            _keep_whole_lines(self.file, state)
+            # not what a killed run logged after the checkpoint that is resumed
+            keep_json_lines(self.file, partial(_is_of, state))
         self.tracker = Tracker(accelerator, config, run_dir, state, settings, template)
         self.recorder = (
             audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
@@ -297,22 +298,11 @@ class Logger:
             self.draw_after = end + 50 * (end - start)
 
 
-def _keep_whole_lines(file: Path, state: TrainState) -> None:
-    """Drop a half-written last line, and what a killed run logged after the checkpoint that is
-    resumed.
-    """
-    if not file.exists():
-        return
-    kept = []
-    for row in read_json_lines(file):
-        evaluation = any(key.startswith("eval_") for key in row)
-        last = state.evaluated if evaluation else state.step
-        if isinstance(row.get("step"), int) and row["step"] <= last:
-            kept.append(json.dumps(row) + "\n")
-    temporary = file.with_name(".metrics.jsonl")
-    with open_regular(temporary) as rewritten:
-        rewritten.write("".join(kept))
-    temporary.replace(file)
+def _is_of(state: TrainState, row: dict[str, Any]) -> bool:
+    """Whether a run in this state has logged the row."""
+    evaluation = any(key.startswith("eval_") for key in row)
+    last = state.evaluated if evaluation else state.step
+    return isinstance(row.get("step"), int) and row["step"] <= last
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,9 +13,9 @@ There are no callbacks. To change the step, edit the template. To change the res
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ from shared.training.step import Step
 
 if TYPE_CHECKING:
     from shared.run.setup import Setup
+
+T = TypeVar("T")
 
 
 class Run:
@@ -230,7 +232,7 @@ class Run:
         """For the block that evaluates: eval mode, averaged weights, no gradients; its time is not
         training time.
 
-        Afterwards all is as before. A signal in `read` ends the run, with a checkpoint.
+        Afterwards all is as before. A signal in `read` or `watch` ends the run, with a checkpoint.
         """
         self._complete_step()
         self._stop_if_asked(now=True)
@@ -260,10 +262,16 @@ class Run:
         on all ranks.
         """
         steps = loader.order.steps_per_epoch
-        for window in self.logger.bar_of(loader.windows(0, steps), steps):
+        return self.watch(loader.windows(0, steps), steps)
+
+    def watch(self, parts: Iterable[T], count: int) -> Iterator[T]:
+        """Pass on the parts of an evaluation, as many on all ranks, with a progress bar. Inside of
+        `evaluating`. A signal raises Stopped on all ranks.
+        """
+        for part in self.logger.bar_of(parts, count):
             self.guard.stop_if_asked()
             faults.point("evaluation")
-            yield window
+            yield part
 
     def mean_loss(self, loader: Any, loss: Callable[[Batch], torch.Tensor]) -> float:
         """The mean over the targets of one pass over validation data. Inside of `evaluating`.

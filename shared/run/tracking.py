@@ -138,8 +138,8 @@ class Tracker:
         with self._or_without():
             self.accelerator.log({**values, "step": self.state.step}, step=step)
 
-    def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Show a table of texts in W&B; other trackers have none."""
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Show a table in W&B; other trackers have none."""
         if rows and self.name == "wandb":
             with self._or_without():
                 tracker = self.accelerator.get_tracker(self.name)

@@ -119,7 +119,7 @@ class ToSamples:
 
     Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
     counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
-    `checksum` of its tokens.
+    `checksum` of its tokens. A line has the columns of its record that are not learned.
     """
 
     demo = DEMO  # what is read if no data is named
@@ -167,8 +167,13 @@ class ToSamples:
         tokens = [np.zeros(0, np.int32)]
         marks = [np.zeros(0, bool)]
         first: list[bool] = []
+        lines: list[dict[str, Any]] = []
         for form, where, record in items:
-            samples = self.samples(record, form, where, notes)
+            of_record = Notes()
+            samples = self.samples(record, form, where, of_record)
+            names = of_record.named("unused ") if form != "plain text" else ()
+            lines += [{name: record[name] for name in names if name in record}] * len(samples)
+            notes.update(of_record)
             for number, (ids, learned) in enumerate(samples):
                 tokens.append(np.array(ids, np.int32))
                 marks.append(learned)
@@ -188,6 +193,7 @@ class ToSamples:
                 "first": np.array(first, bool),
                 "checksum": np.array(checksums, np.int64),
             },
+            lines=lines,
         )
 
     def encode(
@@ -285,15 +291,15 @@ class Conversations(Split):
     def num_targets(self, indices: np.ndarray) -> int:
         return int(self.targets[indices].sum())
 
-    def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the last learned turn, the ids from it on): what to give the model, and a
-        reference.
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(ids before the last learned turn, the ids of that turn, the columns of the record that
+        are not learned): what to give the model, and what to compare with.
         """
         ids, learned = self.tokens(index)
-        cut = int(np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1])
-        if cut == 0:
-            cut = min(16, len(ids) // 2)
-        return ids[:cut].tolist(), ids[cut:].tolist()
+        cut = np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1]
+        end = cut + learned[cut:].sum()
+        cut = cut or min(16, len(ids) // 2)
+        return ids[:cut].tolist(), ids[cut:end].tolist(), self.line(index)
 
 
 def open_samples(

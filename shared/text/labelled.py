@@ -96,8 +96,7 @@ class Texts(Split):
 
     def shown(self, number: int) -> dict[str, Any]:
         """Where a text is from, and its record without the label."""
-        store, of_store = self.find(number)
-        line = store.line(of_store)
+        line = self.line(number)
         return {"where": line["where"]} | line["record"]
 
     def position(self, number: int) -> tuple[int, int]:

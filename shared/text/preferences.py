@@ -191,6 +191,7 @@ class Pairs:
                 f"{samples.stores[0].source}: a single pair cannot be split; give --validation_file"
             )
         self.samples = samples
+        self.end = samples.end
         self.lengths = samples.lengths[::2] + samples.lengths[1::2]
         # log-probabilities of both answers, where they are used
         self.reference = np.zeros((len(self), 2), np.float32)
@@ -209,13 +210,8 @@ class Pairs:
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
 
-    @property
-    def end(self) -> int | None:
-        """See `chat.Conversations`."""
-        return self.samples.end
-
-    def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the chosen answer, the ids from it on)."""
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(ids before the chosen answer, its ids, the columns that are not learned)."""
         return self.samples.prompt(2 * index)
 
 
@@ -266,9 +262,7 @@ def read_pairs(
     """
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
-    trained, validated = chat.open_samples(options, tokenizer, ToPairs)
-    train = Pairs(trained)
-    held_out = Pairs(validated)
+    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs))
     for number, name in enumerate(("chosen", "rejected")):
         note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
         note(*indented(chat.marked(train.samples, tokenizer, number)))
@@ -280,16 +274,14 @@ def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     lengths = train.samples.lengths
     (store,) = train.samples.stores
     counts = store.notes.counts
-    forms = ", ".join(store.notes.named("form "))
-    own_template = train.samples.own_template
     template = (
         ""
-        if own_template
+        if train.samples.own_template
         else ", the default chat template for messages (### User / ### Assistant)"
     )
     return (
-        f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, "
-        f"{counts['cut']:,} cut to "
+        f"{store.source}: {', '.join(store.notes.named('form '))}{template}; "
+        f"{counts['read']:,} pairs read, {counts['cut']:,} cut to "
         f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, "
         f"of {lengths.min()}-"
         f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); "
@@ -338,12 +330,11 @@ def build_loaders(
     chosen = EvenSubset(held_out, options.eval_samples)
     size = batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
-    about = describe(train, held_out, options)
     return PairData(
         loader,
         validation,
         held_out,
-        about,
+        describe(train, held_out, options),
         f"{train.samples.fingerprint}, {held_out.samples.fingerprint}",
     )
 

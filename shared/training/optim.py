@@ -212,14 +212,13 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         except ImportError:
             raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
-        return [
-            torch.optim.SGD(everything, lr=config.peak, momentum=config.sgd_momentum, nesterov=True)
-        ]
+        momentum = config.momentum or 0.9
+        return [torch.optim.SGD(everything, lr=config.peak, momentum=momentum, nesterov=True)]
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
         decay = config.weight_decay
-        momentum = config.muon_momentum
+        momentum = config.momentum or 0.95
         muon = Muon(groups(orthogonal), lr=config.peak, weight_decay=decay, momentum=momentum)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]

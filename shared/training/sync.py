@@ -76,13 +76,12 @@ class Replicas(Strategy):
         self.prefix = f"rank{accelerator.process_index}."
         self.apart = f"{self.count} replicas in {accelerator.num_processes} processes"
         self.across: Any = None  # the ranks that hold the same shards, one of each replica
-        for place in range(size if self.count > 1 else 0):  # every rank makes all groups
-            group = dist.new_group(list(range(place, accelerator.num_processes, size)))
-            self.across = group if place == accelerator.process_index % size else self.across
-        for first in range(0, accelerator.num_processes if size > 1 else 0, size):
-            group = dist.new_group(list(range(first, first + size)))
-            is_in = first <= accelerator.process_index < first + size
-            self.group = group if is_in else self.group
+        processes = range(accelerator.num_processes)
+        if self.count > 1:
+            ranks = [list(processes[place::size]) for place in range(size)]
+            self.across = dist.new_subgroups_by_enumeration(ranks)[0]
+        if size > 1:
+            self.group = dist.new_subgroups(size)[0]
         self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
         self.names: list[str] = []  # of the weights that are agreed on
         self.momentum: dict[str, torch.Tensor] = {}

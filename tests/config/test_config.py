@@ -397,7 +397,7 @@ def test_what_may_change_on_resume(templates):
 OUT_OF_RANGE = {
     "BatchConfig": "global_batch_size=-1 per_device_train_batch_size=0 per_device_eval_batch_size=-1 max_steps=-1 "
     "num_train_epochs=-0.5 seed=4294967296 dataloader_num_workers=-1",
-    "OptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 muon_momentum=-0.1 sgd_momentum=0 warmup_steps=-1 "
+    "OptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 momentum=0 warmup_steps=-1 "
     "decay_ratio=-0.1 min_lr_ratio=2 max_grad_norm=-1 layer_decay=0 max_skipped_steps=-1 adam_epsilon=-1",
     "SpeedConfig": "ddp_timeout=0",
     "EvaluationConfig": "eval_steps=0 early_stopping_patience=-1 ema_decay=1",

@@ -10,9 +10,9 @@ from shared.process.errors import ConfigError
 from tests.conftest import ACCELERATE, ROOT, run
 
 
-def evaluated(folder, flag, data, template):
-    """The table that the command prints, by metric: a value for each of base, final/ and merged/."""
-    command = [sys.executable, "-m", "shared", "evaluate", str(folder), flag, str(data), "--", *ACCELERATE]
+def evaluated(folder, flag, data, template, *more):
+    """The table that the command prints, by metric: a value for each of base, final/, merged/ and another run."""
+    command = [sys.executable, "-m", "shared", "evaluate", str(folder), flag, str(data), *map(str, more), "--", *ACCELERATE]
     done = subprocess.run([*command, f"templates/{template}.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -22,16 +22,22 @@ def evaluated(folder, flag, data, template):
 
 @pytest.mark.slow
 def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path):
-    """Adapter and merged model; on the run's own validation data the loss is the one that it logged."""
+    """Adapter and merged model, beside another run; on its own validation data, loss and scores are those that it logged."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:6]))
     flags = ("--train_file", chat_file, "--validation_file", held_out, "--model_name_or_path", tiny_model, "--max_steps", 4)
-    flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--num_generations", 0, "--merge_adapter")
+    flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--merge_adapter", "--eval_answers", 5)
+    flags = (*flags, "--max_new_tokens", 8, "--learning_rate", 1e-2, "--metric_for_best_model", "none")
     ended = run("lora_finetune", tmp_path / "run", *flags)
-    again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune")
-    before = next(row["eval_loss"] for row in ended.rows if "eval_loss" in row)
-    assert again["loss"] == pytest.approx([before, ended.last("eval_loss"), ended.last("eval_loss")], abs=2e-4)
-    assert not list(ended.folder.glob("evaluations/*/*/final"))
+    other = run("lora_finetune", tmp_path / "other", *flags, "--lora_r", 2, "--eval_answers", 0)
+    again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune", "--eval_answers", 5, "--beside", other.folder)
+    before = next(row for row in ended.rows if "eval_loss" in row)
+    for name in ("loss", "token_f1"):
+        first, last = before[f"eval_{name}"], ended.last(f"eval_{name}")
+        assert again[name][:3] == pytest.approx([first, last, last], abs=2e-4)
+    assert again["loss"][3] == pytest.approx(other.last("eval_loss"), abs=2e-4) and len(again["exact_match"]) == 4
+    answered = (ended.folder / "evaluations/held_out/final/answers.jsonl").read_text().splitlines()
+    assert len(answered) == 5 and not list(tmp_path.glob("*/evaluations/*/*/final"))
 
 
 def test_a_demo_has_no_settings_for_other_data(tmp_path):

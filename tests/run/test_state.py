@@ -9,9 +9,32 @@ from shared.run.state import TrainState, better, score_of
 
 
 def test_the_better_direction_follows_from_the_words_of_a_name():
-    lower = ("loss", "perplexity", "bits_per_byte", "mae", "ordinal_error", "WER", "val/loss", "top1-error")
+    lower = (
+        "loss",
+        "perplexity",
+        "bits_per_byte",
+        "mae",
+        "ordinal_error",
+        "unit_errors",
+        "edit_distance",
+        "WER",
+        "val/loss",
+        "top1-error",
+    )
+    lower += ("unit_errors", "edit_distance")
     assert {better(name) for name in lower} == {"lower"}
-    higher = ("accuracy", "map", "macro_f1", "kappa", "glossary_f1", "margin", "matthews", "terror_f1")
+    higher = (
+        "accuracy",
+        "map",
+        "macro_f1",
+        "exact_match",
+        "token_f1",
+        "kappa",
+        "glossary_f1",
+        "margin",
+        "matthews",
+        "terror_f1",
+    )
     assert {better(name) for name in higher} == {"higher"}
 
 

@@ -7,8 +7,9 @@ import torch
 
 from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
+from shared.parallel.zero import strategy_of
 from shared.process.errors import ConfigError
-from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.training import defaults, optim
 from tests.conftest import load_template, run
 
@@ -49,9 +50,9 @@ def test_rates_fall_with_the_model():
     assert defaults.pretraining_rate(125_000_000, trained=True) == 2e-4
 
 
-def run_of(template: str, *argv: str) -> Run:
+def run_of(template: str, *argv: str) -> Setup:
     """A run of a template before its processes start."""
-    own = Run.__new__(Run)
+    own = Setup.__new__(Setup)
     own.config, own._chosen, own._before = configs.parse(load_template(template).Config, argv), [], {}
     return own
 
@@ -82,12 +83,12 @@ def compile_errors():
         yield
 
 
-def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Run, list]:
+def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Setup, list]:
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of("pretrain", *argv)
     own.device, own._before, compiled = device, {} if before is None else {"torch_compile": before}, []
-    own.accelerator = SimpleNamespace(distributed_type="NO")  # type: ignore[assignment]
-    monkeypatch.setattr(Run, "unwrap", lambda self, model: model)
+    own.accelerator = SimpleNamespace(distributed_type="NO", unwrap_model=lambda model: model)  # type: ignore[assignment]
+    own.strategy = strategy_of(own.accelerator)
     return own, compiled
 
 

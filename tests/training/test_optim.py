@@ -430,7 +430,7 @@ def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
 
 
 def test_sgd_is_nesterovs_with_the_settings_of_the_config():
-    config = OptimConfig(optim="sgd", learning_rate=0.5, sgd_momentum=0.75, weight_decay=0.125)
+    config = OptimConfig(optim="sgd", learning_rate=0.5, momentum=0.75, weight_decay=0.125)
     (optimizer,) = optim.build(nn.Linear(3, 2), config)
     assert type(optimizer) is torch.optim.SGD
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0.0]

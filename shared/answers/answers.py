@@ -1,0 +1,134 @@
+"""What a model in training answers to validation prompts, and how good the answers are."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+from torch import nn
+
+from shared.data.loader import Share
+from shared.data.order import EvenSubset
+from shared.models.generation import ends_of, first_lines, generate
+from shared.parallel import sharding
+from shared.process.files import keep_json_lines, open_regular
+from shared.process.printing import indented, print_main
+from shared.process.redaction import redact
+from shared.run.run import Run
+
+Score = Callable[[str, dict[str, Any]], dict[str, float]]
+FILE = "answers.jsonl"
+
+
+def batches(lengths: Sequence[int], per_device: int, share: Share) -> np.ndarray:
+    """This rank's part of some prompts, in batches of similar length: their numbers, [batches,
+    rows], the longest first.
+
+    All ranks have equally many batches; what is missing in the last one repeats a prompt.
+
+    Args:
+        lengths: tokens of each prompt.
+        per_device: rows of a batch, at most.
+    """
+    of_ranks = math.ceil(len(lengths) / share.world_size)
+    count = math.ceil(of_ranks / per_device)
+    rows = math.ceil(of_ranks / count)
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    filled = np.pad(order, (0, count * share.world_size * rows - len(order)), mode="edge")
+    return filled.reshape(count, share.world_size, rows)[:, share.rank]
+
+
+def log_answers(
+    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score
+) -> dict[str, float]:
+    """Let the model answer validation prompts, score the answers and log them: in answers.jsonl and
+    as a table in W&B. Inside of `run.evaluating`; every rank calls this, and answers its share.
+
+    --eval_answers prompts at each evaluation, evenly spaced over the samples. --num_generations of
+    them, or as many without --eval_answers, are printed before training and at its end.
+
+    Args:
+        held_out: the validation samples, with `prompt` and `end`.
+        score: (answer, record) -> numbers by name. The record has `prompt` and `reference`, texts,
+            and the columns of the data that are not learned.
+
+    Returns:
+        The means of the scores as `eval_NAME`, the same on all ranks; empty without --eval_answers.
+    """
+    config = run.config
+    shown = config.num_generations if run.state.step == 0 or run.is_last else 0
+    chosen = EvenSubset(held_out, config.eval_answers or shown).indices.tolist()
+    if not chosen:
+        return {}
+    samples = [held_out.prompt(index) for index in chosen]
+    ends = ends_of(tokenizer, held_out.end)
+    share = sharding.share(run.accelerator)
+    per_device = config.batch.per_device_eval_batch_size
+    mine = batches([len(sample[0]) for sample in samples], per_device, share)
+    answered: list[tuple[int, dict[str, Any]]] = []
+    for numbers in run.watch(mine.tolist(), len(mine)):
+        found = generate(
+            model,
+            [samples[number][0] for number in numbers],
+            max_new_tokens=config.max_new_tokens,
+            ends=ends,
+        )
+        for number, ids in zip(numbers, found, strict=True):
+            prompt, reference, others = samples[number]
+            texts = {
+                "prompt": tokenizer.decode(prompt),
+                "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
+            }
+            answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
+            row = {
+                "step": run.state.step,
+                **texts,
+                "answer": answer,
+                "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
+                "scores": score(answer, others | texts),
+            }
+            answered.append((number, row))
+    by_number = dict(gather_object(answered))  # the last batch repeats prompts
+    rows = [by_number[number] for number in range(len(chosen))]
+    for row in rows[:shown]:
+        show(row)
+    _keep(run, rows)
+    names = dict.fromkeys(name for row in rows for name in row["scores"])
+    columns = ["prompt", "reference", "answer"]
+    table = [
+        [str(run.state.step), *(row[name] for name in columns), *map(row["scores"].get, names)]
+        for row in rows
+    ]
+    run.logger.tracker.log_table("answers", ["step", *columns, *names], table)
+    if not config.eval_answers:
+        return {}
+    if cut := sum(row["cut"] for row in rows):
+        print_main(f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}")
+    return {
+        f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])
+        for name in names
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print the first lines of an answer, beside its prompt and reference."""
+    parts = {
+        "prompt": row["prompt"],
+        "reference": row["reference"],
+        f"model at step {row['step']}": first_lines(row["answer"]),
+    }
+    for title, text in parts.items():
+        print_main(f"--- {title}", *indented(text))
+    print_main("---")
+
+
+def _keep(run: Run, rows: list[dict[str, Any]]) -> None:
+    """Append rows to the run's file, in place of what a killed run wrote after its checkpoint."""
+    if run.is_main:
+        file = run.dir / FILE
+        keep_json_lines(file, lambda row: row["step"] < run.state.step)
+        with open_regular(file, "a") as lines:
+            lines.writelines(json.dumps(redact(row)) + "\n" for row in rows)

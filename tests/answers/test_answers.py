@@ -1,0 +1,215 @@
+"""Answers to validation prompts: shared over ranks, scored, and used to choose the best weights."""
+
+import itertools
+import json
+import os
+import random
+import re
+import string
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.answers.answers import batches
+from shared.answers.scores import exact_match, token_f1
+from shared.data.loader import Share
+from shared.text import chat, preferences
+from shared.text.options import ChatConfig, PreferenceConfig
+from tests.conftest import LAUNCHER, ROOT, Run, command, run, sentence, slow
+
+NAMES = ("red", "green blue", "black")
+NEW_TOKENS = 8
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "exact", "f1"),
+    [
+        ("The  Eiffel Tower!", "eiffel tower", 1, 1),
+        ("a cat sat", "the cat sat down", 0, 0.8),  # 2 of 2 words, and 2 of 3
+        ("no no yes", "no", 0, 0.5),
+        ("", "The", 1, 1),
+        ("", "yes", 0, 0),
+        ("it's", "its", 1, 1),
+    ],
+)
+def test_scores_are_those_of_squad(answer, reference, exact, f1):
+    assert exact_match(answer, reference) == exact
+    assert token_f1(answer, reference) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(("prompts", "per_device", "ranks"), [(1, 8, 4), (9, 8, 1), (23, 4, 2), (5, 1, 2)])
+def test_ranks_share_the_prompts_in_equally_many_batches_of_similar_length(prompts, per_device, ranks):
+    lengths = random.Random(prompts).sample(range(100), prompts)
+    parts = [batches(lengths, per_device, Share(rank, ranks, torch.device("cpu"))) for rank in range(ranks)]
+    assert len({part.shape for part in parts}) == 1 and parts[0].shape[1] <= per_device
+    assert sum(part.size for part in parts) - prompts < len(parts[0]) * ranks  # hardly any is answered twice
+    assert {number for part in parts for number in part.flat} == set(range(prompts))
+    windows = [[lengths[number] for part in parts for number in part[window]] for window in range(len(parts[0]))]
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(windows))
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory):
+    """(files to train on and to validate on, records): short answers, which are learned in a few steps; prompts of 1 to 20
+    words; a column that is not learned.
+    """
+    rng = random.Random(4)
+    records = []
+    for number in range(36):
+        asked = f"{'xyz'[number % 3]} {sentence(rng, rng.randint(1, 20))}"
+        records.append({"messages": [turn("user", asked), turn("assistant", NAMES[number % 3])], "points": number % 4})
+    folder = tmp_path_factory.mktemp("colours")
+    for name, part in (("train", records[:24]), ("test", records[13:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    return folder, records[13:]
+
+
+@pytest.fixture(scope="module")
+def flags(colours, tiny_model):
+    folder, _ = colours
+    return (
+        *("--train_file", folder / "train.jsonl", "--validation_file", folder / "test.jsonl", "--seq_length", 64),
+        *("--model_name_or_path", tiny_model, "--learning_rate", 5e-3, "--lr_scheduler_type", "constant"),
+        *("--max_steps", 24, "--eval_steps", 8, "--save_steps", 8, "--global_batch_size", 8, "--eval_answers", 9),
+        *("--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 2, "--max_new_tokens", NEW_TOKENS),
+        *("--metric_for_best_model", "token_f1", "--warmup_steps", 0),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory):
+    return run("full_finetune", tmp_path_factory.mktemp("alone") / "run", *flags)
+
+
+def answers(ended: Run) -> list[dict]:
+    return [json.loads(line) for line in (ended.folder / "answers.jsonl").read_text().splitlines()]
+
+
+def scores(ended: Run, name: str) -> list[float]:
+    return [row[f"eval_{name}"] for row in ended.rows if f"eval_{name}" in row]
+
+
+def words(text: str) -> list[str]:
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+
+def f1(answer: list[str], reference: list[str]) -> float:
+    common = sum(min(answer.count(word), reference.count(word)) for word in set(answer))
+    if not common:
+        return float(answer == reference)
+    precision, recall = common / len(answer), common / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_scores_equal_a_plain_loop_of_generate_and_choose_the_best_weights(alone, colours):
+    rows = answers(alone)
+    assert [row["step"] for row in rows] == [step for step in (0, 8, 16, 24) for _ in range(9)]
+    found = dict(zip((0, 8, 16, 24), scores(alone, "token_f1"), strict=True))
+    best = max((8, 16, 24), key=lambda step: found[step])
+    assert found[best] > max(0.3, found[0])  # something to measure
+    measured = re.search(r"best by token_f1: step (\d+), ([\d.]+)", alone.output)
+    assert measured and float(measured[2]) == pytest.approx(found[best], abs=1e-4)
+
+    model = AutoModelForCausalLM.from_pretrained(alone.folder / "final", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(alone.folder / "final")
+    _, records = colours
+    plain = []
+    for index in torch.linspace(0, len(records) - 1, 9).round().int().tolist():
+        asked, answer = records[index]["messages"]
+        inputs = tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        end = tokenizer.eos_token_id
+        new = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=0)
+        new = new[0, inputs["input_ids"].shape[1] :].tolist()
+        text = tokenizer.decode(new, skip_special_tokens=True).strip()
+        plain.append((text, answer["content"], end not in new))
+    of_best = [row for row in rows if row["step"] == int(measured[1])]
+    assert [(row["answer"], row["reference"], row["cut"]) for row in of_best] == plain
+    assert found[best] == pytest.approx(sum(f1(words(a), words(b)) for a, b, _ in plain) / 9)
+    exact = scores(alone, "exact_match")[int(measured[1]) // 8]
+    assert exact == pytest.approx(sum(words(a) == words(b) for a, b, _ in plain) / 9)
+    cut = sum(row["cut"] for row in rows[:9])
+    assert f"{cut} of 9 answers end at --max_new_tokens {NEW_TOKENS}" in alone.output
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel"), slow("deepspeed_zero3")])
+def test_every_launch_gives_the_same_answers(alone, flags, tmp_path, config):
+    other = run("full_finetune", tmp_path / "run", *flags, processes=2, config=config)
+    manifest = other.manifest(24)
+    assert manifest["world_size"] == 2 and manifest["strategy"] != alone.manifest(24)["strategy"]
+    assert answers(other) == answers(alone)
+    for name in ("exact_match", "token_f1"):
+        assert scores(other, name) == pytest.approx(scores(alone, name))
+
+
+@pytest.mark.slow
+def test_four_processes_with_an_adapter_and_a_moving_average(flags, tmp_path):
+    """5 prompts for 4 ranks; answers are those of the averaged weights."""
+    given = (*flags, "--eval_answers", 5, "--ema_decay", 0.9, "--per_device_train_batch_size", 2, "--lora_r", 4)
+    one = run("lora_finetune", tmp_path / "one", *given)
+    four = run("lora_finetune", tmp_path / "four", *given, processes=4, config="fsdp2")
+    assert four.manifest(24)["world_size"] == 4
+    assert answers(four) == answers(one) and len(answers(one)) == 20
+
+
+def test_a_stopped_run_measures_the_same(alone, flags, tmp_path):
+    """A signal between two batches of answers, and a kill after answers that no checkpoint knows."""
+    batches_of_loss = 12  # 23 records, 2 at a time; then 5 batches of answers
+    at = 2 * (batches_of_loss + 5) + batches_of_loss + 3  # in the third evaluation
+    stopped = run("full_finetune", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": f"evaluation:term@{at}"}, check=False)
+    assert "stopped by SIGTERM at step 16" in stopped.output and stopped.returncode
+    assert max(row["step"] for row in answers(stopped)) == 8
+    killed = run("full_finetune", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "save.rename:kill@1"}, check=False)
+    assert killed.returncode and max(row["step"] for row in answers(killed)) == 24
+    resumed = run("full_finetune", tmp_path / "run", *flags)
+    assert "resumed from" in resumed.output
+    assert answers(resumed) == answers(alone) and scores(resumed, "token_f1") == scores(alone, "token_f1")
+
+
+def test_a_score_of_one_s_own_sees_the_record_and_chooses_in_its_direction(flags, tmp_path):
+    """Lower is better, by its name. Two processes, each of which scores its own answers."""
+    template = (ROOT / "templates/full_finetune.py").read_text()
+    own = """
+def score(answer, record):
+    return {"points_error": abs(len(answer.split()) - record["points"])}
+
+
+def evaluate("""
+    (tmp_path / "train.py").write_text(template.replace("\ndef evaluate(", own))
+    given = (*flags, "--metric_for_best_model", "points_error")
+    argv = command("full_finetune", tmp_path / "run", *given, processes=2)
+    argv = [argument.replace(str(ROOT / "templates/full_finetune.py"), str(tmp_path / "train.py")) for argument in argv]
+    code, output = LAUNCHER.run(argv, dict(os.environ) | {"PYTHONPATH": str(ROOT)})
+    assert code == 0, output
+    ended = Run(tmp_path / "run", code, output)
+    rows = answers(ended)
+    means = [sum(row["scores"]["points_error"] for row in rows if row["step"] == step) / 9 for step in (0, 8, 16, 24)]
+    assert scores(ended, "points_error") == pytest.approx(means) and len({row["scores"]["points_error"] for row in rows}) > 2
+    best = re.search(r"best by points_error: step \d+, ([\d.]+)", output)
+    assert best and float(best[1]) == pytest.approx(min(means[1:]), abs=1e-4)
+
+
+def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, tmp_path):
+    folder, records = colours
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    data = ChatConfig(
+        train_file=(str(folder / "train.jsonl"),), validation_file=(str(folder / "test.jsonl"),), seq_length=64
+    )
+    _, held_out = chat.open_samples(data, tokenizer)
+    for index in (0, 5):
+        prompt, reference, others = held_out.prompt(index)
+        assert tokenizer.decode(prompt).endswith("### Assistant:\n")
+        assert tokenizer.decode(reference, skip_special_tokens=True).strip() == records[index]["messages"][1]["content"]
+        assert others == {"points": records[index]["points"]}
+    pairs = [{"prompt": f"Say {n}:", "chosen": f" {n}", "rejected": " no", "points": n} for n in range(1, 5)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = PreferenceConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=64)
+    _, tuned = preferences.read_pairs(options, tokenizer, demo_samples=1)
+    _, reference, others = tuned.prompt(2)
+    assert tokenizer.decode(reference, skip_special_tokens=True) == " 3" and others == {"points": 3}
