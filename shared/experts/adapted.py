@@ -1,4 +1,4 @@
-"""LoRA on fused experts: made and saved by PEFT, computed by `products.experts_forward`.
+"""LoRA on fused experts: made and saved by PEFT, computed as two narrow products.
 
 PEFT adds the product of an adapter's matrices to a copy of all experts' weights in each forward.
 In 16 bits that rounds small updates away, takes the memory of a second set of weights, and cannot
@@ -10,18 +10,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from shared.experts.products import is_fused
+from shared.experts.products import grouped_product, is_fused, weight_product
 
 
-def all_quantised(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """(module, name of the weight, its quantisation state) of all quantised experts."""
-    return [
-        (module, name, state)
-        for module in model.modules()
-        for name, state in vars(module).get("quantised", {}).items()
-    ]
+class _ComputedInside(ParamWrapper):
+    """PEFT's adapter of a fused weight, which the experts' own forward computes."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.base_layer(x, *args, **kwargs)
+
+
+class _AdaptedProduct:
+    """Rows times the weights of their experts, plus rows times the adapters of their experts."""
+
+    def __init__(self, base: Any, adapter: ParamWrapper) -> None:
+        self.base = base  # the product without adapters
+        self.adapter = adapter
+
+    def __call__(
+        self, experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        result = self.base(experts, name, rows, ends)
+        adapter = self.adapter
+        if adapter.disable_adapters or adapter.merged:
+            return result
+        for key in adapter.active_adapters:
+            # PEFT keeps one A of all experts, [experts * r, in], and one B, [out, r * experts].
+            first: Any = adapter.lora_A[key].weight
+            second: Any = adapter.lora_B[key].weight
+            first = first.to(result.dtype).view(len(ends), adapter.r[key], -1)
+            second = second.to(result.dtype).view(-1, adapter.r[key], len(ends))
+            narrow = grouped_product(rows, first.mT, ends)
+            wide = grouped_product(narrow, second.permute(2, 1, 0).contiguous(), ends)
+            result = result + wide * adapter.scaling[key]
+        return result
+
+
+def attach(model: nn.Module) -> None:
+    """Let fused experts compute the adapters that PEFT has made for them."""
+    for wrapper in model.modules():
+        if not isinstance(wrapper, ParamWrapper):
+            continue
+        experts: Any = wrapper.get_base_layer()
+        name = wrapper.parameter_name
+        if is_fused(experts, name):
+            wrapper.__class__ = _ComputedInside
+            products = vars(experts).setdefault("products", {})
+            products[name] = _AdaptedProduct(products.get(name, weight_product), wrapper)
 
 
 @contextlib.contextmanager
@@ -30,28 +68,14 @@ def in_full_shape(model: nn.Module) -> Iterator[None]:
     stand-ins take no memory; afterwards the quantised weights are back.
     """
     packed = {}
-    for experts, name, state in all_quantised(model):
-        weight = experts._parameters[name]
-        packed[experts, name] = weight
-        one = torch.empty((), dtype=state.dtype, device=weight.device)
-        experts._parameters[name] = nn.Parameter(one.expand(state.shape), requires_grad=False)
+    for experts in model.modules():
+        for name, state in getattr(experts, "quant_states", {}).items():
+            weight: Any = experts._parameters[name]
+            packed[experts, name] = weight
+            one = torch.empty((), dtype=state.dtype, device=weight.device)
+            experts._parameters[name] = nn.Parameter(one.expand(state.shape), requires_grad=False)
     try:
         yield
     finally:
         for (experts, name), weight in packed.items():
             experts._parameters[name] = weight
-
-
-def attach(model: nn.Module) -> None:
-    """Let fused experts compute the adapters that PEFT has made for them, and PEFT not."""
-    from peft.tuners.lora.layer import ParamWrapper
-
-    for wrapper in model.modules():
-        if not isinstance(wrapper, ParamWrapper):
-            continue
-        experts: Any = wrapper.get_base_layer()
-        if is_fused(experts, wrapper.parameter_name):
-            vars(experts).setdefault("adapters", {})[wrapper.parameter_name] = wrapper
-            wrapper.enable_adapters(False)  # which freezes them, too
-            wrapper.lora_A.requires_grad_(True)
-            wrapper.lora_B.requires_grad_(True)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shared.config.options import SpeedConfig
-from shared.experts.adapted import attach, in_full_shape
 from shared.models.checks import learn_padding_token
 from shared.models.counts import experts_of
 from shared.models.hub import from_hub
@@ -97,6 +96,8 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUS
         ConfigError: the flags name modules that the model does not have, or that cannot take
             adapters, or the given adapter does not fit the model.
     """
+    from shared.experts.adapted import attach, in_full_shape
+
     learn_padding_token(base)
     given = adapter.adapter_name_or_path
     with in_full_shape(base):

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
-from shared.experts.adapted import all_quantised
 from shared.models.counts import experts_of
 from shared.models.hub import from_architecture, from_hub
 from shared.models.loading import class_of, outer_parts, parts_that_choose
@@ -66,16 +65,13 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     for name in [*as_module, *by_parameter]:
         if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
             reasons[name] = "PEFT would not load them"
-    packed = {(module, name) for module, name, _ in all_quantised(base)}
-    whole_experts = [
-        name
-        for name in fused
-        if (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) not in packed
+    in_16_bits = [
+        name for name in fused if not hasattr(modules[name.rpartition(".")[0]], "quant_states")
     ]
-    if whole_experts and (adapter.load_in_4bit or adapter.load_in_8bit):
-        size = sum(parameters[name].numel() for name in whole_experts)
-        flag = "--load_in_8bit" if adapter.load_in_8bit else f"{type(base).__name__} in 4 bits"
-        note(f"the fused experts, {size:,} parameters, stay in 16 bits: {flag} leaves them as they are")
+    if in_16_bits and (adapter.load_in_4bit or adapter.load_in_8bit):
+        size = sum(parameters[name].numel() for name in in_16_bits)
+        why = "--load_in_4bit" if adapter.load_in_8bit else "no option"
+        note(f"the fused experts, {size:,} parameters, stay in 16 bits: {why} quantises them")
     targets = [name for name in by_parameter if not reasons[name]]
     left_out = {
         reason: [name for name in reasons if reasons[name] == reason]
