@@ -22,7 +22,7 @@ from shared.models.blocks import set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of, freeze_outer_parts
 from shared.models.options import AdapterConfig
-from shared.parallel import sharding
+from shared.parallel.strategy import Strategy
 from shared.run import launch
 from shared.training import optim, step
 
@@ -57,7 +57,8 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
         whole = add_adapters(whole, AdapterConfig(lora_r=lora_r))
     whole.train()
     config = OptimConfig(learning_rate=3e-4)
-    prepared, optimizers = sharding.prepare(accelerator, whole, optim.build(whole, config))
+    strategy = Strategy(accelerator)
+    prepared, optimizers = strategy.prepare(whole, optim.build(whole, config), config)
     lm_loss.fuse_head(accelerator, prepared, shape.get_text_config().vocab_size)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
@@ -66,9 +67,9 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
 
     def train() -> None:
         for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch], 2):
-            step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / 1000)
-        norm = step.clip_gradients(accelerator, [prepared], 1.0)
-        step.update(accelerator, optimizers, norm.isfinite(), norm)
+            strategy.backward(lm_loss.causal_lm_loss(prepared, micro_batch), 1 / 1000)
+        norm = strategy.clip([prepared], 1.0)
+        strategy.update(optimizers, norm.isfinite(), norm)
 
     train()
     start = time.time_ns()

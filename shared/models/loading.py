@@ -37,28 +37,19 @@ OF_PROCESSORS = (
 )
 
 
-def class_of(config: Any, text_only: bool = False) -> Any:
+def class_of(config: Any) -> Any:
     """The class that loads a checkpoint with this config: the one that `architectures` names, if it
     writes text.
-
-    Args:
-        text_only: the language model alone, where transformers has a class for it.
     """
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    if (
-        text_only
-        or config.is_encoder_decoder
-        or not (isinstance(named, type) and issubclass(named, GenerationMixin))
-    ):
-        return AutoModelForCausalLM
-    return named
+    writes = isinstance(named, type) and issubclass(named, GenerationMixin)
+    return named if writes and not config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def load_causal_lm(
     name: str,
     *,
     attn_implementation: str,
-    text_only: bool = False,
     whole: bool = False,
     **options: Any,
 ) -> Any:
@@ -67,7 +58,6 @@ def load_causal_lm(
 
     Args:
         attn_implementation: auto: SDPA if the model has it, else eager attention.
-        text_only: see `class_of`.
         whole: not in shards, whatever the launch config says. Otherwise, every rank calls this.
         options: of `from_pretrained`.
 
@@ -75,7 +65,7 @@ def load_causal_lm(
         ConfigError: see `hub.from_hub`.
     """
     options |= attention_option(attn_implementation)
-    model_class = class_of(from_hub(AutoConfig, name), text_only)
+    model_class = class_of(from_hub(AutoConfig, name))
     with contextlib.nullcontext() if whole else in_shards():
         model = from_hub(model_class, name, use_safetensors=True, **options)
     freeze_outer_parts(model)

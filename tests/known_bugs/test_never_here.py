@@ -26,13 +26,14 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.loss import causal_lm_loss
 from shared.models.options import AdapterConfig, ModelConfig
 from shared.models.weights import evaluation_weights
+from shared.parallel.strategy import Strategy
 from shared.run import launch
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example
 from shared.text.options import ChatConfig
-from shared.training import optim, step
+from shared.training import optim
 from tests.conftest import load_template, paint
 from tests.run.test_checkpoint import make as checkpointer
 from tests.small_models import VOCAB, llama, tokens, words
@@ -89,11 +90,12 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     template, logged = load_template("lora_finetune"), {}
     sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
     monkeypatch.setattr(template, "causal_lm_loss", lambda *_: next(sums))
-    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=None)
+    config = SimpleNamespace(num_generations=0, eval_answers=0)
+    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=config)
     run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
     run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
-    template.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=None), None)
+    template.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=[]), None)
     assert logged == {"eval_loss": pytest.approx(11 / 6), "eval_perplexity": pytest.approx(math.exp(11 / 6))}
 
 
@@ -191,8 +193,9 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
     monkeypatch.setattr(accelerator, "_optimizers", optim.build(layer, OptimConfig(learning_rate=3e-4)))
     inputs = torch.ones(1, 3)
-    step.backward(accelerator, layer(inputs).sum(), 1.0)  # a gradient of 1 for each of 6 weights and 2 biases
-    norm = step.clip_gradients(accelerator, [layer], 1.0)
+    strategy = Strategy(accelerator)
+    strategy.backward(layer(inputs).sum(), 1.0)  # a gradient of 1 for each of 6 weights and 2 biases
+    norm = strategy.clip([layer], 1.0)
     assert norm.item() == pytest.approx(8**0.5)
     assert layer.weight.grad.flatten().tolist() == pytest.approx([8**-0.5] * 6)
 
@@ -233,7 +236,8 @@ def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
     """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
     model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
     nothing = contextlib.nullcontext
-    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, replicas=None, ema=None)
+    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, ema=None)
+    run.strategy = SimpleNamespace(agreed=None)
     run._stop_if_asked, run.accelerator, run.unwrap = lambda now: None, Accelerator(cpu=True), lambda model: model
     with Run.evaluating(run, model):
         assert not any(module.training for module in model.modules())
