@@ -13,7 +13,13 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from shared.experts.products import grouped_product, is_fused, weight_product
+from shared.experts.products import (
+    NAME,
+    grouped_product,
+    is_fused,
+    use_launch_precision,
+    weight_product,
+)
 
 
 class _ComputedInside(ParamWrapper):
@@ -49,14 +55,16 @@ class _AdaptedProduct:
         return result
 
 
-def attach(model: nn.Module) -> None:
-    """Let fused experts compute the adapters that PEFT has made for them."""
+def attach(model: Any) -> None:
+    """Let the fused experts of a PEFT model compute the adapters that PEFT has made for them."""
+    use_launch_precision(model.get_base_model())
     for wrapper in model.modules():
         if not isinstance(wrapper, ParamWrapper):
             continue
         experts: Any = wrapper.get_base_layer()
         name = wrapper.parameter_name
-        if is_fused(experts, name):
+        # where transformers computes the experts, PEFT changes their weights
+        if is_fused(experts, name) and experts.config._experts_implementation == NAME:
             wrapper.__class__ = _ComputedInside
             products = vars(experts).setdefault("products", {})
             products[name] = _AdaptedProduct(products.get(name, weight_product), wrapper)

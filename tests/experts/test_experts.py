@@ -99,7 +99,6 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
     plain = adapted(torch.float32)
     wanted = loss_and_gradients(plain)
     ours = adapted(torch.float32)
-    use_launch_precision(ours.get_base_model())
     attach(ours)
     assert_near(loss_and_gradients(ours), wanted, 1e-5)
     with ours.disable_adapter(), plain.disable_adapter():
@@ -109,7 +108,6 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
     change = {}
     for name, model in {"exact": plain, "peft": adapted(torch.bfloat16), "ours": adapted(torch.bfloat16)}.items():
         if name == "ours":
-            use_launch_precision(model.get_base_model())
             attach(model)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=name != "exact"):
             experts = next(m for m in model.modules() if hasattr(m, "parameter_name"))
