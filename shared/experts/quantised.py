@@ -26,23 +26,24 @@ class ExpertsConfig(BitsAndBytesConfig):
 
 
 class _Quantise(Bnb4bitQuantize):
-    def convert(self, input_dict: Any, *, model: Any = None, **options: Any) -> dict[str, Any]:
+    def convert(self, input_dict: Any, *args: Any, **options: Any) -> Any:
         """`input_dict`: full name -> the weight as the model has it, or a list of it."""
         config = self.hf_quantizer.quantization_config
         result: dict[str, Any] = {}
         for name, value in input_dict.items():
             parent, _, weight = name.rpartition(".")
-            experts = model.get_submodule(parent)
+            experts = options["model"].get_submodule(parent)
             if not is_fused(experts, weight):
-                result |= super().convert({name: value}, model=model, **options)
+                result |= super().convert({name: value}, *args, **options)
                 continue
             whole = value[0] if isinstance(value, list) else value
-            result[name] = Params4bit(
+            packed: Any = Params4bit(
                 whole,
                 compress_statistics=config.bnb_4bit_use_double_quant,
                 quant_type=config.bnb_4bit_quant_type,
                 quant_storage=config.bnb_4bit_quant_storage,
-            ).to(whole.device)
+            )
+            result[name] = packed.to(whole.device)
             # FSDP2 makes new parameters, so the module keeps the scales.
             vars(experts).setdefault("quant_states", {})[weight] = result[name].quant_state
             vars(experts).setdefault("products", {})[weight] = quantised_product

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 from transformers.utils import cached_file
 
-from shared.experts.products import use_launch_precision
 from shared.models.hub import attention_option, from_hub
 from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
@@ -69,7 +68,6 @@ def load_causal_lm(
     with contextlib.nullcontext() if whole else in_shards():
         model = from_hub(model_class, name, use_safetensors=True, **options)
     freeze_outer_parts(model)
-    use_launch_precision(model)
     return model
 
 

@@ -70,8 +70,8 @@ def build_causal_lm(
                 class_of(architecture), architecture, dtype=torch.float32, **options
             )
         freeze_outer_parts(model)
-        use_launch_precision(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
     learn_padding_token(model)
+    use_launch_precision(model)
     return model
