@@ -22,7 +22,7 @@ class ExpertsConfig(BitsAndBytesConfig):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
 
 
 class _Quantise(Bnb4bitQuantize):
