@@ -94,6 +94,7 @@ from torch.nn import functional as F
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
+from shared.experts.products import use_launch_precision
 from shared.models import adapters, attention
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
@@ -130,6 +131,7 @@ def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.full:
         learn_padding_token(base)
+        use_launch_precision(base)  # of experts, which know no autocast
     return base.train() if config.full else adapters.add_adapters(base, config.adapter)
 
 

@@ -87,6 +87,7 @@ from torch import nn
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
+from shared.experts.products import use_launch_precision
 from shared.models import attention
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
@@ -114,6 +115,7 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
     require_fit(model, tokenizer, config.data.seq_length)
     learn_padding_token(model)
+    use_launch_precision(model)  # of experts, which know no autocast
     freeze(model, config.freeze)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     return model.train()  # from_pretrained leaves dropout off

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from shared.config.options import OptimConfig
+from shared.experts.products import use_launch_precision
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.blocks import set_gradient_checkpointing
@@ -52,6 +53,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
     shape = architectures()[architecture] if architecture else LlamaConfig(**SHAPE)
     whole = from_architecture(class_of(shape), shape, dtype=stored)
     freeze_outer_parts(whole)
+    use_launch_precision(whole)
     set_gradient_checkpointing(whole, checkpointing)
     if lora_r:
         whole = add_adapters(whole, AdapterConfig(lora_r=lora_r))

@@ -21,23 +21,25 @@ FOLDERS = {
     "data": 19_500,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
     "evaluation": 3_200,
+    "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_900,
-    "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
+    "models": 23_400,  # 2026-11-28: loads experts in 4 bits. 100 columns split messages; tokenizers.py came from data
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
     "run": 22_000,
     "text": 23_000,
     "training": 6_400,  # flags of replicas came from config
 }
-# With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers.
+# With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
+# templates of texts compute experts (700), with adapters also in 4 bits (2,100).
 TEMPLATES = {
-    "dpo": 94_600,
-    "full_finetune": 87_000,
-    "image_classification": 79_900,
-    "lora_finetune": 90_600,
-    "pretrain": 84_000,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 76_700,
-    "text_classification": 85_500,
+    "dpo": 97_500,
+    "full_finetune": 88_500,
+    "image_classification": 80_600,
+    "lora_finetune": 93_500,
+    "pretrain": 85_200,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 78_100,
+    "text_classification": 88_500,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

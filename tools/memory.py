@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shared.experts.products import is_fused, use_launch_precision
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.attention import forward_rows
@@ -103,6 +104,7 @@ def _on_meta(job: Job) -> Any:
             dtype=torch.bfloat16 if job.mixed and job.lora_r else torch.float32,
         )
         freeze_outer_parts(model)
+        use_launch_precision(model)
         if job.lora_r:
             model = add_adapters(model, AdapterConfig(lora_r=job.lora_r))
     return model
@@ -195,7 +197,13 @@ def count(job: Job) -> Counts:
             for n, m in module.named_modules()
             if isinstance(m, nn.Linear | Conv1D) and m is not head and "lora_" not in n
         ]
-        return sum(m.weight.numel() for m in linear)
+        fused = [
+            p
+            for m in module.modules()
+            for name, p in m.named_parameters(recurse=False)
+            if is_fused(m, name)
+        ]
+        return sum(m.weight.numel() for m in linear) + sum(p.numel() for p in fused)
 
     everything = number([model])
     trained = number([model], trained=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from shared.config.options import SpeedConfig
 from shared.models.checks import learn_padding_token
+from shared.models.counts import experts_of
 from shared.models.hub import from_hub
 from shared.models.loading import load_causal_lm
 from shared.models.options import AdapterConfig
@@ -33,8 +34,6 @@ def load_base(
     """The frozen base model, in the launch config's precision, quantised if asked; `whole`: see
     `load_causal_lm`.
     """
-    from transformers import BitsAndBytesConfig
-
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         accelerator.mixed_precision, torch.float32
     )
@@ -55,7 +54,7 @@ def load_base(
                 "accelerate_configs/ddp.yaml"
             )
         options["device_map"] = {"": device}
-        options["quantization_config"] = BitsAndBytesConfig(
+        options["quantization_config"] = _quantisation(name, adapter)(
             load_in_4bit=adapter.load_in_4bit,
             load_in_8bit=adapter.load_in_8bit,
             llm_int8_skip_modules=not_to_quantise(name),  # for 4 bits, too
@@ -73,6 +72,19 @@ def load_base(
     return base
 
 
+def _quantisation(name: str, adapter: AdapterConfig) -> Any:
+    """The class of the settings that quantise the checkpoint `name`."""
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    config = from_hub(AutoConfig, name)
+    given = getattr(config, "quantization_config", None)  # a checkpoint that is quantised already
+    if adapter.load_in_4bit and experts_of(config)[0] and not given:
+        from shared.experts.quantised import ExpertsConfig
+
+        return ExpertsConfig
+    return BitsAndBytesConfig
+
+
 def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUSAL_LM") -> Any:
     """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In
     training mode.
@@ -84,9 +96,13 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUS
         ConfigError: the flags name modules that the model does not have, or that cannot take
             adapters, or the given adapter does not fit the model.
     """
+    from shared.experts.adapted import attach, in_full_shape
+
     learn_padding_token(base)
     given = adapter.adapter_name_or_path
-    model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
+    with in_full_shape(base):
+        model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
+    attach(model)
     if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
         refuse_tied_embeddings(
             model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa"

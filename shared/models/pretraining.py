@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from shared.experts.products import use_launch_precision
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.hub import attention_option, from_architecture, from_hub, override
 from shared.models.loading import class_of, freeze_outer_parts, load_causal_lm
@@ -72,4 +73,5 @@ def build_causal_lm(
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
     learn_padding_token(model)
+    use_launch_precision(model)
     return model

@@ -65,12 +65,13 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     for name in [*as_module, *by_parameter]:
         if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
             reasons[name] = "PEFT would not load them"
-    if fused and (adapter.load_in_4bit or adapter.load_in_8bit):
-        size = sum(parameters[name].numel() for name in fused)
-        note(
-            f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes "
-            "quantises linear layers only"
-        )
+    in_16_bits = [
+        name for name in fused if not hasattr(modules[name.rpartition(".")[0]], "quant_states")
+    ]
+    if in_16_bits and (adapter.load_in_4bit or adapter.load_in_8bit):
+        size = sum(parameters[name].numel() for name in in_16_bits)
+        why = "--load_in_4bit" if adapter.load_in_8bit else "no option"
+        note(f"the fused experts, {size:,} parameters, stay in 16 bits: {why} quantises them")
     targets = [name for name in by_parameter if not reasons[name]]
     left_out = {
         reason: [name for name in reasons if reasons[name] == reason]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from shared.experts.products import use_launch_precision
 from shared.models.classifier import keeps_its_head, name_classes, settle_head
 from shared.models.hub import from_hub
 
@@ -49,5 +50,6 @@ def load_text_classifier(
     }
     load = AutoModelForSequenceClassification
     model, info = from_hub(load, name, config=config, use_safetensors=True, **any_head, **options)
+    use_launch_precision(model)
     settle_head(name, model, info, [*text_heads(model).values()], keeps_head, may_be_new="pooler")
     return model, classes

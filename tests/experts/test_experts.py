@@ -1,0 +1,226 @@
+"""Fused experts: products in the launch's precision, adapters, 4 bits. The references are plain transformers and PEFT."""
+
+import gc
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.config.options import SpeedConfig
+from shared.experts.adapted import attach
+from shared.experts.products import NAME, use_launch_precision
+from shared.models import adapters
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.options import AdapterConfig
+from tests.conftest import run, sentence, slow
+from tests.model_families import make
+
+IDS = torch.arange(5, 45)[None] * 7
+FUSED = ["qwen3_moe", "gpt_oss", "nemotron_h", *map(slow, ("mixtral", "glm4_moe", "granitemoe", "minimax_m3_vl"))]
+QLORA = AdapterConfig(lora_r=4, lora_alpha=8, load_in_4bit=True)
+
+
+def loss_and_gradients(model):
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(found, wanted, tolerance):
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        assert (found[1][name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices of all experts, and their precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        if name == "_grouped_mm":
+            self.count[name, args[0].dtype] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_products_are_those_of_transformers_in_the_precision_of_the_launch(tmp_path, family):
+    """pytorch#174763: grouped_mm ignores autocast, and fp32 weights gave fp32 products."""
+    model = make(family, tmp_path).from_pretrained(tmp_path, dtype=torch.float32).train()
+    model.set_experts_implementation("eager")
+    wanted = loss_and_gradients(model)
+    use_launch_precision(model)
+    assert_near(loss_and_gradients(model), wanted, 1e-5)
+    with torch.autocast("cpu", torch.bfloat16), Products() as products:
+        rounded = loss_and_gradients(model)
+    assert {dtype for _, dtype in products.count} == {torch.bfloat16}
+    assert rounded[0] == pytest.approx(wanted[0], rel=2e-3)
+    assert all(gradient.dtype == torch.float32 for gradient in rounded[1].values())
+    layers = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    assert products.count.total() >= 6 * sum(hasattr(model.get_submodule(name), "down_proj") for name in layers)
+    model.save_pretrained(tmp_path / "saved")
+    assert NAME not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_experts_of_any_width(tmp_path):
+    """The kernel wants multiples of 16 bytes."""
+    model = make("qwen3_moe", tmp_path, moe_intermediate_size=13).from_pretrained(tmp_path, dtype=torch.float32).train()
+    model.set_experts_implementation("eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = loss_and_gradients(model)
+        use_launch_precision(model)
+        assert loss_and_gradients(model)[0] == pytest.approx(wanted[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_path, family):
+    model_class = make(family, tmp_path)
+
+    def adapted(dtype):
+        torch.manual_seed(0)
+        base = model_class.from_pretrained(tmp_path, dtype=dtype)
+        weights = [name for name, p in base.named_parameters() if ".experts." in name and p.ndim == 3]
+        model = get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=[], target_parameters=weights))
+        for name, p in model.named_parameters():
+            if ".lora_" in name:
+                p.data = torch.randn(p.shape) * (1e-3 if "lora_B" in name else 1)
+        return model
+
+    plain = adapted(torch.float32)
+    wanted = loss_and_gradients(plain)
+    ours = adapted(torch.float32)
+    attach(ours)
+    assert_near(loss_and_gradients(ours), wanted, 1e-5)
+    with ours.disable_adapter(), plain.disable_adapter():
+        torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    assert_near(loss_and_gradients(ours), wanted, 1e-5)
+
+    change = {}
+    for name, model in {"exact": plain, "peft": adapted(torch.bfloat16), "ours": adapted(torch.bfloat16)}.items():
+        if name == "ours":
+            attach(model)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=name != "exact"):
+            experts = next(m for m in model.modules() if hasattr(m, "parameter_name"))
+            while hasattr(getattr(experts, "base_layer", None), "parameter_name"):
+                experts = experts.base_layer
+            width = model.config.get_text_config().hidden_size
+            states = torch.randn(40, width, generator=torch.Generator().manual_seed(1))
+            chosen = torch.arange(80).view(40, 2) % experts.num_experts
+            given = (states.to(model.dtype), chosen, torch.full((40, 2), 0.5, dtype=model.dtype))
+            outer = next(m for m in model.modules() if hasattr(m, "parameter_name"))
+            with_adapters = outer(*given).float()
+            with model.disable_adapter():
+                change[name] = with_adapters - outer(*given).float()
+    error = {name: (value - change["exact"]).norm().item() for name, value in change.items()}
+    assert error["ours"] < error["peft"]
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_4_bits(tmp_path, family):
+    """Sizes, counts, adapters, merging; in each layer the products are those of the weights that merging unpacks."""
+    model_class = make(family, tmp_path / "base")
+    whole = model_class.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    accelerator = Accelerator(cpu=True)
+    load = (str(tmp_path / "base"), QLORA, SpeedConfig(), accelerator)
+    base = adapters.load_base(*load, torch.device("cpu"))
+    fused = [name for name, p in whole.named_parameters() if ".experts." in name and p.ndim == 3]
+    assert fused
+    for name in fused:
+        packed, numel = base.get_parameter(name), whole.get_parameter(name).numel()
+        assert packed.numel() * packed.element_size() == numel / 2
+    assert count_parameters(base)[1] == count_parameters(whole)[1]
+    flops = [flops_per_token(model.requires_grad_(False), 64) for model in (base, whole)]
+    assert flops[0] == pytest.approx(flops[1])
+
+    model = adapters.add_adapters(base, QLORA)
+    before, gradients = loss_and_gradients(model)
+    assert before == pytest.approx(loss_and_gradients(whole.requires_grad_(True))[0], rel=0.05)
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            assert "lora_A" in name or gradient.any(), name
+            model.get_parameter(name).sub_(gradient)
+    assert any("experts" in name for name in gradients)
+    model.save_pretrained(tmp_path / "final")
+    merged = adapters.merge(*load, tmp_path / "final")
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=IDS).logits
+        torch.testing.assert_close(merged.eval()(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    saved = model_class.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    saved.set_experts_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(saved(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
+    sizes = {"num_hidden_layers": 6, "num_experts": 8, "moe_intermediate_size": 64}
+    make("qwen3_moe", tmp_path, **sizes)
+    layer = 8 * 3 * 64 * 32  # weights of the experts of a layer
+
+    class Largest(TorchDispatchMode):
+        """The most numbers that tensors of the size of a layer's experts hold at once."""
+
+        numbers = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            if "quantize" in operator.name():
+                alive = {
+                    t.untyped_storage().data_ptr(): t.numel()
+                    for t in gc.get_objects()
+                    if isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.is_floating_point() and t.ndim == 3
+                }
+                self.numbers = max(self.numbers, sum(alive.values()))
+            return result
+
+    load = (str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True))
+    with Largest() as largest:
+        adapters.load_base(*load, torch.device("cpu"))
+    assert 0 < largest.numbers <= layer
+
+
+@pytest.mark.parametrize("config", ["fsdp2", slow("ddp")])
+def test_qlora_of_experts_on_two_processes_is_that_of_one_and_goes_on_after_a_kill(tmp_path, config):
+    make("qwen3_moe", tmp_path / "base")
+    rng = random.Random(3)
+    rows = [{"instruction": sentence(rng, 3), "output": sentence(rng, 4 * (i + 1))} for i in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--model_name_or_path", tmp_path / "base", "--train_file", data, "--validation_file", data, "--load_in_4bit")
+    given = (*given, "--seq_length", 96, "--num_generations", 0, "--max_steps", 4, "--save_steps", 2, "--merge_adapter")
+    given = (*given, "--global_batch_size", 4, "--metric_for_best_model", "none")
+    one = run("lora_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    assert "gate_up_proj" in one.output and "stay in 16 bits" not in one.output
+
+    many = (*given, "--per_device_train_batch_size", 2)
+    two = run("lora_finetune", tmp_path / "two", *many, processes=2, config=config)
+    assert two.manifest(4)["strategy"].startswith("FSDP2 x 2" if config == "fsdp2" else "DDP x 2")
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-4)
+
+    fault = {"TEMPLATES_FAULT": "update:kill@3"}
+    killed = run("lora_finetune", tmp_path / "again", *many, processes=2, config=config, env=fault, check=False)
+    assert killed.returncode != 0 and not (killed.folder / "final").exists()
+    again = run("lora_finetune", tmp_path / "again", *many, processes=2, config=config)
+    assert "resum" in again.output and again.losses == two.losses
+    for name in ("final", "merged"):
+        assert all(torch.equal(value, two.weights(name)[key]) for key, value in again.weights(name).items())
+
+    base = adapters.load_base(str(tmp_path / "base"), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+    adapted = PeftModel.from_pretrained(base.dequantize(), tmp_path / "two" / "final").eval()
+    merged = type(base).from_pretrained(tmp_path / "two" / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = merged(input_ids=IDS).logits
+        torch.testing.assert_close(adapted(input_ids=IDS).logits, wanted, rtol=1e-4, atol=1e-4)
