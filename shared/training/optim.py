@@ -232,11 +232,16 @@ def fill_state(optimizer: Any) -> None:
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]
+    new: list[Any] = []
     for group in optimizer.param_groups:
         _set_rate(group, 0.0)
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                new.append(parameter)
     optimizer.step()
-    optimizer.zero_grad()
+    # DDP's, which are zero by now, stay: from another tensor DDP takes a mean by other arithmetic
+    for parameter in new:
+        parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         _set_rate(group, rate)
