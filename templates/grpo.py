@@ -16,6 +16,7 @@ Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other
 - An answer that --max_new_tokens cut gets the reward of what is there.
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,6 @@ from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
-DEMO_SAMPLES = 2_000
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 
 
@@ -92,6 +92,7 @@ if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
@@ -100,7 +101,7 @@ from shared.models import adapters
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters
-from shared.models.loading import dtype_of, load_causal_lm, without_adapters
+from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, target_log_probabilities
 from shared.parallel import sharding
 from shared.rollouts.prompts import Prompts, describe, fingerprint, read_prompts
@@ -112,6 +113,9 @@ from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text import chat
 from shared.training import defaults, optim
+from shared.training.step import Step
+
+NUMBER = r"-?\d+(?:\.\d+)?"
 
 
 def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
@@ -121,11 +125,11 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     Args:
         record: the text `prompt`, and the other columns of the data.
     """
-    right = str(record.get("answer", record.get("reference", ""))).strip()
-    words = answer.split()
+    numbers = re.findall(NUMBER, answer)
+    right = re.findall(NUMBER, str(record.get("answer") or record.get("reference")))
     return {
-        "correct": float(answer == right),
-        "format": 0.1 * (len(words) == 1 and words[0].isalpha()),
+        "correct": float(numbers[-1:] == right[-1:]),
+        "format": 0.1 * bool(numbers),
     }
 
 
@@ -170,21 +174,22 @@ def policy_loss(
     config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None
 ) -> torch.Tensor:
     """The loss summed over this micro-batch's tokens, weighted as --normalise says."""
+    reference = None
+    if config.kl_coef:  # first: it switches the adapters off and on again
+        with torch.no_grad(), extract_model_from_parallel(model).disable_adapter():
+            reference = target_log_probabilities(model, batch)
     policy = target_log_probabilities(model, batch)
     old = batch["old"] if config.updates_per_rollout > 1 else policy.detach()
-    advantages = batch["advantages"]
-    ratio = (policy - old).exp()
-    clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
-    losses = -torch.minimum(ratio * advantages, clipped * advantages)
-    values = {"entropy": -old, "clipped": (ratio * advantages > clipped * advantages).float()}
-    if config.kl_coef:
-        adapted = without_adapters(model)  # placeholder
-        with torch.no_grad():
-            reference = target_log_probabilities(adapted, batch)
-        difference = reference - policy
-        divergence = difference.exp() - difference - 1  # Schulman's k3: unbiased, never negative
-        losses = losses + config.kl_coef * divergence
-        values["kl"] = divergence
+    ratio = (policy - old).exp()  # 1 in the first update, but with a gradient
+    gain = ratio * batch["advantages"]
+    clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
+    losses = -torch.minimum(gain, clipped)
+    # of sampled tokens, minus their log-probability is the entropy in the mean
+    values = {"entropy": -old, "clipped": (gain > clipped).float()}
+    if reference is not None:
+        values["kl"] = (reference - policy).exp() - (reference - policy) - 1  # k3, Schulman 2020
+        # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
+        losses = losses + config.kl_coef * ratio * values["kl"]
     if log is not None:
         log(**{name: value.detach().sum() for name, value in values.items()})
     return (losses * batch["weights"]).sum()
@@ -196,48 +201,88 @@ def evaluate(run: Run, model: nn.Module, held_out: Prompts, tokenizer: Any) -> N
         run.log_evaluation(log_answers(run, model, held_out, tokenizer, score))
 
 
-def main(config: Config) -> None:
-    setup = Setup(config, "grpo")
-    if config.data.is_demo:
-        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
-        config = setup.choose("the demo", max_new_tokens=4)
-    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
-        config = setup.choose("the demo's model", learning_rate=2e-3)
-    config = setup.choose("answers", max_new_tokens=512)
-    tokenizer = chat.load_tokenizer(config.model_name_or_path)
-    train, held_out = read_prompts(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(setup, tokenizer)
-    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
-    width = defaults.width(model)
-    rate = defaults.preference_rate(width, full=config.full)
-    config = setup.choose(f"rewards, width {width}", learning_rate=rate)
-    fitting = defaults.batch_and_epochs(
-        config.batch, len(train), len(train), most=32, least=8, epochs=1
-    )
-    config = setup.choose(f"{len(train):,} prompts", **fitting)
-    trained, parameters = count_parameters(model)
-
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    head = fuse_head(setup.accelerator, model, len(tokenizer))
+def build_rollouts(setup: Setup, train: Prompts, tokenizer: Any) -> Rollouts:
+    """What takes the place of a loader: prompts, and the answers that the model samples."""
+    config = setup.config
+    batch = config.batch
     rollouts = Rollouts(
         train,
         tokenizer,
-        Order(len(train), config.batch.global_batch_size, config.batch.seed, drop_last=True),
+        Order(len(train), batch.global_batch_size, batch.seed, drop_last=True),
         sharding.share(setup.accelerator),
         Sampling(
             group=config.group_size,
             updates=config.updates_per_rollout,
             max_new_tokens=config.max_new_tokens,
-            per_device=config.batch.per_device_train_batch_size,
-            at_once=config.batch.per_device_eval_batch_size,
-            seed=config.batch.seed,
+            per_device=batch.per_device_train_batch_size,
+            at_once=batch.per_device_eval_batch_size,
+            seed=batch.seed,
         ),
     )
-    if config.updates_per_rollout > 1:  # a run that is killed between them goes on
+    if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.keep("rollout", rollouts.tensors)
-    loss_of = partial(policy_loss, config, model)
-    config = setup.rehearse(rollouts, loss_of)  # --find_batch_size, --dress_rehearsal
+    return rollouts
+
+
+def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> None:
+    """Sample and reward answers, unless those of the step before count for this one, too. Then one
+    update.
+    """
+    config = run.config
+    means: dict[str, float] = {}
+    if rollouts.begins(step.number):
+        rewarded, means = rollouts.sample(model, step.number, rewards)
+        advantages = advantages_of(config, rewarded)
+        means["equal_groups"] = (~advantages.any(1)).float().mean().item()
+        rollouts.tensors["advantages"][: advantages.numel()] = advantages.flatten()
+    batches, tokens = rollouts.micro_batches(step.number, config.normalise)
+    if config.updates_per_rollout > 1 and rollouts.begins(step.number):
+        rollouts.note_old(model, batches)
+    step.use(batches, tokens)
+    step.log_means(**means)
+    for batch in step.micro_batches():
+        step.backward(policy_loss(config, model, batch, step.log))
+    step.clip_gradients(config.optim.max_grad_norm)
+    step.update(run.optimizers)  # skipped on all ranks if loss or gradient is not finite
+
+
+def save(run: Run, model: nn.Module, tokenizer: Any, initial: Any, *, about: str, end: Any) -> None:
+    """Write final/: the adapter, or the model with --full."""
+    name = run.config.model_name_or_path
+    if run.config.full:
+        title = f"{Path(name).name}, tuned by rewards"
+        dtype = dtype_of(name)
+        save_whole(run, model, tokenizer, title=title, about=about, end=end, dtype=dtype)
+    else:
+        save_adapter(run, model, tokenizer, initial, about=about, end=end)
+
+
+def main(config: Config) -> None:
+    setup = Setup(config, "grpo")
+    if config.data.is_demo:
+        demo_settings = {"global_batch_size": 16, "max_steps": DEMO_STEPS, "max_new_tokens": 3}
+        setup.choose("the demo", **demo_settings)
+    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
+        setup.choose("the demo's model", learning_rate=5e-4)
+    config = setup.choose("answers", max_new_tokens=512)
+    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    train, held_out = read_prompts(config.data, tokenizer)
+    model = build_model(setup, tokenizer)
+    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
+    trained, parameters = count_parameters(model)
+    width = defaults.width(model)
+    rate = defaults.preference_rate(width, full=config.full)
+    setup.choose(f"rewards, width {width}", learning_rate=rate)
+    config = setup.choose(
+        f"{len(train):,} prompts", **defaults.for_prompts(config.batch, len(train))
+    )
+
+    # on the device, sharded
+    model, _ = setup.prepare(model, optim.build(model, config.optim))
+    head = fuse_head(setup.accelerator, model, len(tokenizer))
+    rollouts = build_rollouts(setup, train, tokenizer)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(rollouts, partial(policy_loss, config, model))
     about = describe(train, held_out, config.data)
     # from the newest checkpoint, if there is one
     run = setup.start(
@@ -251,35 +296,14 @@ def main(config: Config) -> None:
         log_probabilities=head,
         trained=f"{trained:,} parameters ({trained / parameters:.2%})",
     )
-
     if run.should_evaluate():
         evaluate(run, model, held_out, tokenizer)
     for step in run.steps():
-        means = {}
-        if rollouts.begins(step.number):
-            rewarded, means = rollouts.sample(model, step.number, rewards)
-            advantages = advantages_of(config, rewarded)
-            means["equal_groups"] = (~advantages.any(1)).float().mean().item()
-            rollouts.tensors["advantages"][: advantages.numel()] = advantages.flatten()
-        batches, tokens = rollouts.micro_batches(step.number, config.normalise)
-        if config.updates_per_rollout > 1 and rollouts.begins(step.number):
-            rollouts.note_old(model, batches)
-        step.use(batches, tokens)
-        step.log_means(**means)
-        for batch in step.micro_batches():
-            step.backward(loss_of(batch, log=step.log))
-        step.clip_gradients(config.optim.max_grad_norm)
-        step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
+        train_step(run, model, rollouts, step)
         if run.should_evaluate():
             evaluate(run, model, held_out, tokenizer)
     run.load_best_weights()
-    if config.full:
-        name = config.model_name_or_path
-        title = f"{Path(name).name}, tuned by rewards"
-        dtype = dtype_of(name)
-        save_whole(run, model, tokenizer, title=title, about=about, end=train.end, dtype=dtype)
-    else:
-        save_adapter(run, model, tokenizer, initial, about=about, end=train.end)
+    save(run, model, tokenizer, initial, about=about, end=train.end)
     before, after = (
         values.get("eval_reward", 0.0) for values in (run.state.before, run.state.results)
     )

@@ -1,17 +1,13 @@
 """Flags of prompts. Stays clear of torch, so that --help and a mistyped flag answer at once."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from shared.config.types import Count, within
 from shared.process.errors import ConfigError
-from shared.text.options import TextConfig
-
-Length = Annotated[int, within(at_least=8)]
+from shared.text.options import Length, RecordsConfig
 
 
 @dataclass(frozen=True)
-class PromptConfig(TextConfig):
+class PromptConfig(RecordsConfig):
     """Prompts, and what their answers are checked with."""
 
     # Column of the prompt, a text or a list of messages; all others reach the reward function. If
@@ -21,7 +17,6 @@ class PromptConfig(TextConfig):
     system_prompt: str | None = None
     # Tokens of a prompt at most; longer ones are left out, and counted
     seq_length: Length = 512
-    max_train_samples: Count | None = None  # Use the first records only
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,14 +28,14 @@ COLUMNS = ("prompt", "messages", "question", "problem")  # the first that is the
 OF_TEMPLATE = ("system", "tools", "chat_template_kwargs")
 
 
-def _numbers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, {"prompt", "answer"}) that ask whether a number is even or odd."""
-    for number in range(1000, 3000):
-        answer = "odd" if number % 2 else "even"
-        yield f"number {number}", {"prompt": f"even or odd? {number} is", "answer": answer}
+def _largest() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"prompt", "answer"}) that ask for the largest of three digits."""
+    for number, digits in enumerate(product(range(10), repeat=3)):
+        prompt = "assert max({}, {}, {}) == ".format(*digits)
+        yield f"question {number}", {"prompt": prompt, "answer": str(max(digits))}
 
 
-DEMO = Source("numbers, even or odd", lambda: [], _numbers)
+DEMO = Source("the largest of three digits", list, _largest)
 
 
 class ToPrompts(chat.ToSamples):
@@ -54,7 +55,7 @@ class ToPrompts(chat.ToSamples):
         self.allowed = ()
         self.column = config.prompt_column
         self.system = config.system_prompt
-        if self.system and not self.encoder.came_with_template:
+        if self.system and not self.encoder.has_own_template:
             raise ConfigError("--system_prompt needs a model with a chat template")
 
     def identity(self) -> Any:
@@ -92,7 +93,7 @@ class ToPrompts(chat.ToSamples):
         for name in record.keys() - {form, *OF_TEMPLATE}:
             notes.add(f"unused {name}")  # kept in the sample's line
         asked = record.get(form)
-        if isinstance(asked, str) and not self.encoder.came_with_template:
+        if isinstance(asked, str) and not self.encoder.has_own_template:
             tokens = self.encoder.tokenizer(asked, add_special_tokens=False)["input_ids"]
             ids = [*self.encoder.bos, *tokens]
         else:
@@ -139,21 +140,16 @@ class Prompts:
 
 
 def read_prompts(
-    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int
+    options: PromptConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Prompts, Prompts]:
     """(prompts to train on, to validate on), tokenised. Notes the first. Every rank calls this.
-
-    Args:
-        demo_samples: how many prompts of the demo are read, unless --max_train_samples says.
 
     Raises:
         ConfigError: wrong input, with its place, or no prompt that is short enough.
     """
-    if options.is_demo and options.max_train_samples is None:
-        options = replace(options, max_train_samples=demo_samples)
     train, held_out = map(Prompts, chat.open_samples(options, tokenizer, ToPrompts))
     ids, _, columns = train.prompt(0)
-    note("first prompt:", *indented(tokenizer.decode(ids)))
+    note("first prompt:", *indented(str(tokenizer.decode(ids))))
     note(f"the reward function also gets: {', '.join(columns) or 'nothing'}")
     return train, held_out
 

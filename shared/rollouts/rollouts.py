@@ -15,7 +15,7 @@ from torch import nn
 
 from shared.answers.answers import answer, batches
 from shared.data.loader import Share, Window
-from shared.data.order import IGNORED, Batch, Order, Row
+from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.process.errors import ConfigError
@@ -101,14 +101,16 @@ class Rollouts:
         """
         for step in range(start, stop):
             number = step // self.sampling.updates
-            prompts = self.order.indices(number)
+            # read once
+            prompts = self.order.indices(number) if self.begins(step + 1) else np.zeros(0, np.int64)
+            share = (self.share.rank, self.share.world_size, self.per_device)
             yield Window(
                 micro_batches=[],
                 num_targets=0,
                 num_samples=len(prompts),
                 epoch=self.order.position(number)[0],
                 epoch_samples=self.order.samples_per_epoch,
-                indices=prompts[None],
+                indices=micro_batches(prompts, *share),
                 place=self.order.place((step + 1) // self.sampling.updates),
             )
 

@@ -289,8 +289,7 @@ class Run:
         return self.sum(total).item() / targets
 
     def log_evaluation(self, values: dict[str, float]) -> None:
-        """Log an evaluation's `eval_*` values; score it; stop early if the patience runs out.
-        """
+        """Log an evaluation's `eval_*` values; score it; stop early if the patience runs out."""
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)

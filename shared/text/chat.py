@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from shared.text.forms import (
     refuse_other_meanings,
     unused,
 )
-from shared.text.options import SamplesConfig
+from shared.text.options import RecordsConfig, SamplesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -303,7 +303,9 @@ class Conversations(Split):
 
 
 def open_samples(
-    config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: type[ToSamples] = ToSamples
+    config: RecordsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Callable[..., ToSamples] = ToSamples,
 ) -> tuple[Conversations, Conversations]:
     """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every
     rank calls this.
@@ -355,7 +357,7 @@ def open_samples(
     return splits[0], splits[1]
 
 
-def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: int | None) -> Store:
+def _prepare(source: Source, encode: ToSamples, config: RecordsConfig, limit: int | None) -> Store:
     store = prepare(
         encode.kind, source, encode, limit=limit, processes=config.preprocessing_num_workers
     )
