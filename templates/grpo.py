@@ -139,7 +139,7 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     return {"reward": sum(parts.values())} | parts
 
 
-def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any, train: Prompts) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
     weights, trainable, in fp32.
     """
@@ -153,7 +153,7 @@ def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
         base = adapters.load_base(
             name, config.adapter, config.speed, setup.accelerator, setup.device
         )
-    require_fit(base, tokenizer, config.data.seq_length + config.max_new_tokens)
+    require_fit(base, tokenizer, int(train.lengths.max()) + config.max_new_tokens)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.full:
         learn_padding_token(base)
@@ -267,7 +267,7 @@ def main(config: Config) -> None:
     config = setup.choose("answers", max_new_tokens=512)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_prompts(config.data, tokenizer)
-    model = build_model(setup, tokenizer)
+    model = build_model(setup, tokenizer, train)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     width = defaults.width(model)

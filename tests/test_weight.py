@@ -25,6 +25,7 @@ FOLDERS = {
     "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config
+    "rollouts": 2_400,  # 2026-11-28: answers that the model in training samples, for grpo.py
     "run": 22_200,
     "text": 23_000,
     "training": 6_200,
@@ -33,6 +34,7 @@ FOLDERS = {
 TEMPLATES = {
     "dpo": 95_400,
     "full_finetune": 87_800,
+    "grpo": 94_000,  # 2026-11-28: new
     "image_classification": 80_600,
     "lora_finetune": 91_400,
     "pretrain": 84_500,  # 2026-11-28: the only one that imports replicas
