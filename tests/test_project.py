@@ -17,7 +17,7 @@ from tests.conftest import LAUNCHER, ROOT, free_port, slow
 from tools.new import FLAGS, imports, templates
 
 NAMES = (
-    *("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
+    *("dpo", "full_finetune", "grpo", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
     "text_classification",
 )
 
@@ -49,7 +49,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert not any(module.startswith(("tools/", "shared/commands/ask")) for module in modules)
     users = {
         "images/files": ("image_classification",),
-        "models/adapters": ("dpo", "lora_finetune", "text_classification"),
+        "models/adapters": ("dpo", "grpo", "lora_finetune", "text_classification"),
         "models/pipeline": ("pretrain_pipeline",),
     }
     for used, by in users.items():
@@ -62,9 +62,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name in ("dpo", "lora_finetune", "text_classification"))
+    assert ("peft" in packages) == (name in ("dpo", "grpo", "lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain", "text_classification")
+    with_deepspeed = name in ("dpo", "full_finetune", "grpo", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     told = (folder / "AGENTS.md").read_text()

@@ -145,7 +145,7 @@ def test_every_flag_exists():
 # Where a page's flags are, if the row names no template.
 TABLES = {
     "transformers.Trainer": ("lora_finetune", "image_classification"),
-    "TRL": ("lora_finetune", "dpo"),
+    "TRL": ("lora_finetune", "dpo", "grpo"),
     "axolotl": ("lora_finetune",),
     "LLaMA-Factory": ("lora_finetune",),
     "torchtune": ("lora_finetune",),

@@ -15,7 +15,7 @@ from tools.new import closure
 
 # 2026-11-27: what there is, to the next hundred, in lines of 100 columns.
 FOLDERS = {
-    "answers": 1_200,  # 2026-11-28: answers to validation prompts, and their scores
+    "answers": 1_300,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
     "config": 3_700,
     "data": 19_500,  # labels and the store of prepared data, before in text and images
@@ -23,20 +23,22 @@ FOLDERS = {
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_900,
-    "models": 23_400,  # 2026-11-28: loads experts in 4 bits. 100 columns split messages; tokenizers.py came from data
+    "models": 23_700,  # 2026-11-28: loads experts in 4 bits; samples by given draws. 100 columns split messages; tokenizers.py came from data
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
+    "rollouts": 3_400,  # 2026-11-28: answers that the model in training samples, for grpo.py
     "run": 22_000,
     "text": 23_000,
-    "training": 6_400,  # flags of replicas came from config
+    "training": 6_500,  # flags of replicas came from config; a step may take batches that the template made
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100).
 TEMPLATES = {
     "dpo": 97_500,
     "full_finetune": 88_500,
+    "grpo": 96_000,  # 2026-11-28: new
     "image_classification": 80_600,
-    "lora_finetune": 93_500,
+    "lora_finetune": 93_600,
     "pretrain": 85_200,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 78_100,
     "text_classification": 88_500,

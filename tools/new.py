@@ -34,6 +34,7 @@ FLAGS = {
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "text_classification": "--seq_length 32 --validation_split_percentage 2",
     "dpo": "--max_train_samples 60 --eval_samples 4 --num_generations 0 --seq_length 128",
+    "grpo": "--eval_answers 4 --num_generations 0 --group_size 2",
     "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "image_classification": (

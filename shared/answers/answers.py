@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -24,21 +24,52 @@ FILE = "answers.jsonl"
 
 
 def batches(lengths: Sequence[int], per_device: int, share: Share) -> np.ndarray:
-    """This rank's part of some prompts, in batches of similar length: their numbers, [batches,
-    rows], the longest first.
+    """This rank's part of some rows, in batches of similar length: their numbers, [batches, rows],
+    the longest first.
 
-    All ranks have equally many batches; what is missing in the last one repeats a prompt.
+    All ranks have equally many batches; -1 where a row is missing in the last one.
 
     Args:
-        lengths: tokens of each prompt.
+        lengths: tokens of each row.
         per_device: rows of a batch, at most.
     """
     of_ranks = math.ceil(len(lengths) / share.world_size)
     count = math.ceil(of_ranks / per_device)
     rows = math.ceil(of_ranks / count)
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    filled = np.pad(order, (0, count * share.world_size * rows - len(order)), mode="edge")
+    filled = np.full(count * share.world_size * rows, -1)
+    filled[: len(order)] = order
     return filled.reshape(count, share.world_size, rows)[:, share.rank]
+
+
+def answer(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    mine: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    draws: np.ndarray | None = None,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (number of a prompt, token ids of its answer) for this rank's part of the prompts.
+    Every rank calls this, and goes through it to the end.
+
+    Args:
+        prompts: token ids of all.
+        mine: this rank's `batches` of their numbers.
+        max_new_tokens, ends, draws: see `generation.generate`; `draws` has a row for each prompt.
+    """
+    for numbers in mine:
+        # every rank makes the same number of calls
+        chosen = [number for number in numbers if number >= 0] or [0]
+        found = generate(
+            model,
+            [prompts[number] for number in chosen],
+            max_new_tokens=max_new_tokens,
+            ends=ends,
+            draws=None if draws is None else draws[chosen],
+        )
+        yield from zip(chosen, found, strict=True)
 
 
 def log_answers(
@@ -68,30 +99,30 @@ def log_answers(
     share = sharding.share(run.accelerator)
     per_device = config.batch.per_device_eval_batch_size
     mine = batches([len(sample[0]) for sample in samples], per_device, share)
+    answers = answer(
+        model,
+        [prompt for prompt, *_ in samples],
+        run.watch(mine.tolist(), len(mine)),
+        max_new_tokens=config.max_new_tokens,
+        ends=ends,
+    )
     answered: list[tuple[int, dict[str, Any]]] = []
-    for numbers in run.watch(mine.tolist(), len(mine)):
-        found = generate(
-            model,
-            [samples[number][0] for number in numbers],
-            max_new_tokens=config.max_new_tokens,
-            ends=ends,
-        )
-        for number, ids in zip(numbers, found, strict=True):
-            prompt, reference, others = samples[number]
-            texts = {
-                "prompt": tokenizer.decode(prompt),
-                "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
-            }
-            answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
-            row = {
-                "step": run.state.step,
-                **texts,
-                "answer": answer,
-                "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
-                "scores": score(answer, others | texts),
-            }
-            answered.append((number, row))
-    by_number = dict(gather_object(answered))  # the last batch repeats prompts
+    for number, ids in answers:
+        prompt, reference, others = samples[number]
+        texts = {
+            "prompt": tokenizer.decode(prompt),
+            "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
+        }
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        row = {
+            "step": run.state.step,
+            **texts,
+            "answer": text,
+            "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
+            "scores": score(text, others | texts),
+        }
+        answered.append((number, row))
+    by_number = dict(gather_object(answered))  # a rank without rows answers the first prompt
     rows = [by_number[number] for number in range(len(chosen))]
     for row in rows[:shown]:
         show(row)

@@ -34,7 +34,7 @@ from shared.run.checkpoint_files import checkpoints
 from shared.run.tensors import read_tensors
 
 # begin names of what is no learning
-MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu")
+MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu", "rollout_seconds")
 # Flags that this command sets itself, and the budgets that its --max_steps replaces.
 OURS = {
     "output_dir",

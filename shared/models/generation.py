@@ -5,13 +5,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
@@ -80,6 +81,27 @@ def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
         whole._compiled_call_impl = None
 
 
+class _Drawn(LogitsProcessor):  # type: ignore[misc]
+    """Leaves of all tokens the one that a uniform number chooses, by the cumulated probabilities.
+
+    Args:
+        draws: [rows, new tokens], in [0, 1).
+        start: where the new tokens begin.
+    """
+
+    def __init__(self, draws: np.ndarray, start: int) -> None:
+        self.draws = torch.from_numpy(draws)
+        self.start = start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.shape[1] - self.start
+        draws = self.draws[:, place, None].to(scores.device)
+        cumulated = scores.double().softmax(-1).cumsum(-1)
+        # right: never a token of probability 0
+        chosen = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -89,9 +111,15 @@ def generate(
     ends: Sequence[int],
     sample: bool = False,
     seed: int = 0,
+    draws: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Token ids that continue each prompt (token ids), greedily or by sampling: up to the first
     token of `ends`, with it, or `max_new_tokens`.
+
+    Args:
+        sample, seed: sample with draws that depend on the batch, too.
+        draws: [prompts, max_new_tokens], uniform in [0, 1). Sample with these: which token each of
+            them chooses depends on its row alone, and not on the batch.
 
     A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
     `generate` of transformers on the prepared model, under every strategy: one batch, padded on the
@@ -124,6 +152,7 @@ def generate(
             rows,
             attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
             generation_config=settings,
+            logits_processor=LogitsProcessorList([] if draws is None else [_Drawn(draws, longest)]),
             synced_gpus=state.num_processes > 1,  # a forward of sharded weights takes all ranks
         )
     whole.generation_config = before

@@ -100,19 +100,33 @@ def log_probabilities(
     Returns:
         [count], fp32; 0 for a group without targets.
     """
+    groups = groups.flatten()
+    if (targets := batch.get("targets")) is not None:
+        groups = groups[targets]
+    found = target_log_probabilities(model, batch)
+    return found.new_zeros(count).index_add(0, groups, found)
+
+
+def target_log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probability of each of a batch's target tokens.
+
+    Args:
+        model, batch: as for `causal_lm_loss`.
+
+    Returns:
+        [targets], fp32, in the order of `targets`; without `targets` [batch * seq], 0 where the
+        label is -100.
+    """
     labels = batch["labels"].flatten()
     targets = batch.get("targets")
-    groups = groups.flatten()
     found = _forward_with_labels(model, batch, by_target=True).logits
+    if found.ndim == 1:
+        return found
+    logits = found.flatten(0, 1)
     if targets is not None:
         labels = labels[targets]
-        groups = groups[targets]
-    if found.ndim > 1:  # logits
-        found = (
-            found.flatten(0, 1) if targets is None else found.flatten(0, 1).index_select(0, targets)
-        )
-        found = _log_probabilities(found, labels, lambda logits: logits, MIN_TOKENS)
-    return found.new_zeros(count).index_add(0, groups, found)
+        logits = logits.index_select(0, targets)
+    return _log_probabilities(logits, labels, lambda part: part, MIN_TOKENS)
 
 
 def can_balance(config: Any) -> bool:

@@ -179,6 +179,7 @@ class Run:
             done = self.state.step - 1
             # lower at first
             self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))
+        self.state.targets += step.num_targets
         exits.at_step(self.state.step)
         self.strategy.after(self.state.step, self.total_steps)
         every = self.config.log.every(self.total_steps)
@@ -288,9 +289,7 @@ class Run:
         return self.sum(total).item() / targets
 
     def log_evaluation(self, values: dict[str, float]) -> None:
-        """Log an evaluation's `eval_*` values, eval_loss among them; score it; stop early if the
-        patience runs out.
-        """
+        """Log an evaluation's `eval_*` values; score it; stop early if the patience runs out."""
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)

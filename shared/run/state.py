@@ -35,7 +35,7 @@ def score_of(values: dict[str, float], metric: str) -> list[float]:
             f"--metric_for_best_model {metric}: an evaluation of this run measures {known}"
         )
     value = values[f"eval_{metric}"]
-    score = [value if better(metric) == "higher" else -value, -values["eval_loss"]]
+    score = [value if better(metric) == "higher" else -value, -values.get("eval_loss", 0.0)]
     return [-math.inf if math.isnan(part) else float(part) for part in score]
 
 
@@ -71,7 +71,6 @@ class TrainState:
     def advance(self, window: Window) -> None:
         """Count an optimizer step."""
         self.step += 1
-        self.targets += window.num_targets
         self.samples += window.num_samples
         self.place = window.place
 

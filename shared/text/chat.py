@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from shared.text.forms import (
     refuse_other_meanings,
     unused,
 )
-from shared.text.options import SamplesConfig
+from shared.text.options import RecordsConfig, SamplesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -269,7 +269,9 @@ class Conversations(Split):
 
 
 def open_samples(
-    config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: type[ToSamples] = ToSamples
+    config: RecordsConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Callable[..., ToSamples] = ToSamples,
 ) -> tuple[Conversations, Conversations]:
     """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every
     rank calls this.
@@ -328,7 +330,7 @@ def open_samples(
     return train, validation
 
 
-def _check(store: Store, config: SamplesConfig) -> None:
+def _check(store: Store, config: RecordsConfig) -> None:
     """Refuse a source without anything to learn, and say what is worth a look in it."""
     counts = store.notes.counts
     if not len(store):

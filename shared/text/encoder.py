@@ -267,6 +267,30 @@ class Encoder:
             notes.add("unlike", f"{where}, message {n + 1}{how}")
         return ids, mask
 
+    def prompt(self, example: Example, where: str) -> list[int]:
+        """The tokens of messages, up to where the next answer begins.
+
+        Raises:
+            ConfigError: the chat template refuses the conversation.
+        """
+        messages = [
+            {key: value for key, value in message.items() if key != "weight"}
+            for message in example.messages or []
+        ]
+        try:
+            text = self._render(
+                messages,
+                tools=example.tools,
+                chat_template=self._with_fixed_date(example.tools),
+                add_generation_prompt=True,
+                **example.template_options,
+            )
+        except Exception as error:  # jinja2's errors, and templates' own raise_exception
+            raise ConfigError(
+                f"{where}: the chat template refuses this conversation ({error})"
+            ) from None
+        return self._tokens(text, [])[0]
+
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))

@@ -76,16 +76,22 @@ class CorpusConfig(TextConfig):
 
 
 @dataclass(frozen=True)
-class SamplesConfig(TextConfig):
-    """Samples of text, each at most a row."""
+class RecordsConfig(TextConfig):
+    """Records of text."""
 
     # Tokens of one row at most; longer samples are cut, and counted; plain text makes as many
     # samples as it takes.
     seq_length: Length = 1024
+    max_train_samples: Count | None = None  # Use the first records only.
+
+
+@dataclass(frozen=True)
+class SamplesConfig(RecordsConfig):
+    """Samples of text, each at most a row."""
+
     # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped
     # by length; auto: on if the model can keep them apart.
     packing: Literal["auto", "on", "off"] = "auto"
-    max_train_samples: Count | None = None  # Use the first records only.
     # Columns to ignore although they change what an answer means: images, label, chosen, ...; else
     # they are refused.
     allow_unused_columns: Free[tuple[str, ...]] = ()

@@ -119,6 +119,11 @@ def for_conversations(batch: BatchConfig, samples: int, rows: int) -> dict[str, 
     )
 
 
+def for_prompts(batch: BatchConfig, prompts: int) -> dict[str, Any]:
+    """`batch_and_epochs` for prompts whose answers are sampled: one pass."""
+    return batch_and_epochs(batch, prompts, prompts, most=32, least=8, epochs=1)
+
+
 def _rounded(rate: float) -> float:
     """To two digits, as people write rates."""
     return float(f"{rate:.1e}")

@@ -71,7 +71,7 @@ class Step:
         the last.
         """
         batches = self._read() if self._batches is None else self._batches
-        count = len(self.window.indices)
+        count = len(self.window.indices) if self._batches is None else len(self._batches)
         return accumulate(self.strategy.accelerator, self.models, batches, count)
 
     @property
@@ -93,6 +93,19 @@ class Step:
             yield batch
             start = time.perf_counter()
 
+    def use(self, batches: list[Batch], num_targets: int) -> None:
+        """Take other micro-batches than the data's, such as answers that were just sampled. Before
+        `micro_batches`.
+
+        Args:
+            batches: this rank's, on its device; as many on all ranks.
+            num_targets: of all ranks' batches together.
+        """
+        self._batches = batches
+        self.num_targets = num_targets
+        self.scale = loss_scale(num_targets)
+        self.positions = sum(batch["labels"].numel() for batch in batches)
+
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
         """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged
         as `name`.
@@ -109,6 +122,11 @@ class Step:
         """Log more values of a micro-batch: scalars summed over its targets, as the loss is."""
         for name, value in sums.items():
             self.sums.setdefault(name, []).append(value.detach())
+
+    def log_means(self, **values: float) -> None:
+        """Log more values of the step: means, which need no share of its targets."""
+        device = self.strategy.accelerator.device
+        self.log(**{n: torch.tensor(v / self.scale, device=device) for n, v in values.items()})
 
     def clip_gradients(self, max_norm: float, model: nn.Module | None = None) -> torch.Tensor:
         """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the

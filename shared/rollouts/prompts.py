@@ -1,0 +1,172 @@
+"""Prompts, prepared once, with the columns that the answers to them are checked with."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shared.data import prepared
+from shared.data.records import Source
+from shared.data.store import Encoded, Notes
+from shared.process.errors import ConfigError
+from shared.process.printing import indented, note
+from shared.rollouts.options import PromptConfig
+from shared.text import chat
+from shared.text.encoder import Encoder
+from shared.text.forms import Messages, from_cell, read_example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = ("prompt", "messages", "question", "problem")  # the first that is there counts
+OF_TEMPLATE = ("system", "tools", "chat_template_kwargs")
+
+
+def _largest() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"prompt", "answer"}) that ask for the largest of three digits."""
+    for number, digits in enumerate(product(range(10), repeat=3)):
+        prompt = "assert max({}, {}, {}) == ".format(*digits)
+        yield f"question {number}", {"prompt": prompt, "answer": str(max(digits))}
+
+
+DEMO = Source("the largest of three digits", list, _largest)
+
+
+class ToPrompts(chat.ToSamples):
+    """Each record makes one prompt, up to where the answer begins; a line has its other columns.
+
+    A text is the turn of a user if the model has a chat template, and else continued as it is. A
+    last turn of the assistant among messages is not part of the prompt, but its `reference`.
+    """
+
+    demo = DEMO
+    kind = "prompts"
+    code = (*chat.ToSamples.code, "rollouts/prompts.py")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptConfig) -> None:
+        self.encoder = Encoder(tokenizer, "assistant")
+        self.seq_length = config.seq_length
+        self.allowed = ()
+        self.column = config.prompt_column
+        self.system = config.system_prompt
+        if self.system and not self.encoder.has_own_template:
+            raise ConfigError("--system_prompt needs a model with a chat template")
+
+    def identity(self) -> Any:
+        return super().identity() | {"prompts": [self.column, self.system]}
+
+    def recognise(self, record: dict[str, Any], where: str) -> str:
+        """The column of the prompt. Raises ConfigError if there is none."""
+        columns = [self.column] if self.column else COLUMNS
+        if found := [column for column in columns if column in record]:
+            return found[0]
+        raise ConfigError(
+            f"{where}: none of the columns {', '.join(map(str, record))} is the prompt: name it "
+            "with --prompt_column"
+        )
+
+    def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        for column, where, record in super().items(source, notes):
+            turns = from_cell(record.get(column))
+            is_answered = isinstance(turns, list) and turns and turns[-1].get("role") == "assistant"
+            if is_answered:
+                record = record | {column: turns[:-1], "reference": turns[-1].get("content")}
+            yield column, where, record
+
+    def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
+        encoded = super().__call__(items, notes)
+        # other right answers are other data, too
+        columns = encoded.lines["columns"]
+        texts = [json.dumps(line, sort_keys=True, default=str) for line in columns]
+        others = [zlib.crc32(text.encode()) for text in texts]
+        encoded.table["others"] = np.array(others, np.int64)
+        return encoded
+
+    def samples(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> list[tuple[list[int], np.ndarray]]:
+        for name in record.keys() - {form, *OF_TEMPLATE}:
+            notes.add(f"unused {name}")  # kept in the sample's line
+        asked = record.get(form)
+        if isinstance(asked, str) and not self.encoder.has_own_template:
+            tokens = self.encoder.tokenizer(asked, add_special_tokens=False)["input_ids"]
+            ids = [*self.encoder.bos, *tokens]
+        else:
+            ids = self._rendered(record, asked, where)
+            for end in self.encoder.ends - {self.encoder.tokenizer.eos_token_id}:
+                notes.add(f"end {end}")
+        if not 0 < len(ids) <= self.seq_length:
+            notes.add("long", where)
+            return []
+        return [(ids, np.zeros(len(ids), bool))]
+
+    def _rendered(self, record: dict[str, Any], asked: Any, where: str) -> list[int]:
+        turns: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        answer = [{"role": "assistant", "content": "-"}]  # without one, there is nothing to learn
+        pair = record | {"prompt": turns, "completion": answer}
+        if self.system:
+            pair["system"] = self.system
+        example = read_example(pair, "prompt and completion", where)
+        assert example.messages
+        return self.encoder.prompt(replace(example, messages=example.messages[:-1]), where)
+
+
+class Prompts:
+    """Prepared prompts, an index each.
+
+    Attributes:
+        samples: as `chat.open_samples` prepared them.
+        end: the token that ends an answer beside the tokenizer's own, if there is one.
+        lengths: [prompts], in tokens.
+    """
+
+    def __init__(self, samples: chat.Conversations) -> None:
+        self.samples = samples
+        self.end = samples.end
+        self.lengths = samples.lengths + 1
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
+        """(its ids, none of a reference, the other columns): see `answers.log_answers`."""
+        ids, _ = self.samples.tokens(index)
+        return ids.tolist(), [], self.samples.line("columns", index)
+
+
+def read_prompts(
+    options: PromptConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Prompts, Prompts]:
+    """(prompts to train on, to validate on), tokenised. Notes the first. Every rank calls this.
+
+    Raises:
+        ConfigError: wrong input, with its place, or no prompt that is short enough.
+    """
+    train, held_out = map(Prompts, chat.open_samples(options, tokenizer, ToPrompts))
+    ids, _, columns = train.prompt(0)
+    note("first prompt:", *indented(str(tokenizer.decode(ids))))
+    note(f"the reward function also gets: {', '.join(columns) or 'nothing'}")
+    return train, held_out
+
+
+def describe(train: Prompts, held_out: Prompts, options: PromptConfig) -> str:
+    """One line about the data: counts, lengths."""
+    (store,) = train.samples.stores
+    counts = store.notes.counts
+    return (
+        f"{store.source}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
+        f"{options.seq_length} tokens and left out; {len(train):,} to train on, of "
+        f"{train.lengths.min()}-{train.lengths.max()} tokens; {len(held_out):,} to validate on"
+    )
+
+
+def fingerprint(train: Prompts, held_out: Prompts) -> str:
+    """Changes when the prompts, or what their answers are checked with, do."""
+    parts = [split.samples.fingerprint for split in (train, held_out)]
+    return prepared.fingerprint(prompts=parts)

@@ -1,0 +1,280 @@
+"""Answers that the present model samples, and what is learned from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from shared.answers.answers import answer, batches
+from shared.data.loader import Share, Window
+from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
+from shared.models.generation import ends_of
+from shared.models.loss import target_log_probabilities
+from shared.process.errors import ConfigError
+from shared.rollouts.prompts import Prompts
+from shared.text.packing import collate_padded
+
+# (answer, record) -> numbers by name, whose sum is the reward
+Reward = Callable[[str, dict[str, Any]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled.
+
+    Args:
+        group: answers to each prompt.
+        updates: optimizer steps on the same answers.
+        max_new_tokens: of an answer, at most.
+        per_device: answers in one forward of one device in training.
+        at_once: answers that one device samples at once.
+        seed: of the run.
+    """
+
+    group: int
+    updates: int
+    max_new_tokens: int
+    per_device: int
+    at_once: int
+    seed: int
+
+
+class Rollouts:
+    """The data of a run that learns from its own answers: takes the place of a `Loader`.
+
+    A rollout is `group` answers to each prompt of a global batch, and is learned in `updates`
+    optimizer steps. Its tensors are the same on all ranks, and fixed in size, so that a checkpoint
+    can hold them.
+
+    Args:
+        prompts: to train on.
+        order: of global batches of prompts, one for each rollout.
+        share: what this process reads.
+
+    Attributes:
+        tensors: on the CPU, by row; row i answers prompt i // group of the global batch.
+            answers: [rows, max_new_tokens] int64, -1 after an answer's end.
+            advantages: [rows] fp32.
+            old: [rows, max_new_tokens] fp32, the tokens' log-probabilities before the first of
+            several updates.
+    """
+
+    def __init__(
+        self, prompts: Prompts, tokenizer: Any, order: Order, share: Share, sampling: Sampling
+    ) -> None:
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.ends = ends_of(tokenizer, prompts.end)
+        self.order = order
+        self.share = share
+        self.sampling = sampling
+        self.per_device = sampling.per_device
+        rows = order.global_batch_size * sampling.group
+        self.tensors = {
+            "answers": torch.full((rows, sampling.max_new_tokens), -1),
+            "advantages": torch.zeros(rows),
+            "old": torch.zeros(rows, sampling.max_new_tokens),
+        }
+
+    # In place of a Loader -------------------------------------------------------------------------
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch * self.sampling.updates
+
+    def resume(self, step: int, place: dict[str, Any]) -> int:
+        """See `Loader.resume`."""
+        self.order = self.order.resumed(step // self.sampling.updates, place)
+        return self.order.extra_steps * self.sampling.updates
+
+    def windows(self, start: int, stop: int) -> Iterator[Window]:
+        """A window for each optimizer step in range(start, stop), without micro-batches: see
+        `micro_batches`.
+        """
+        for step in range(start, stop):
+            number = step // self.sampling.updates
+            # read once
+            prompts = self.order.indices(number) if self.begins(step + 1) else np.zeros(0, np.int64)
+            share = (self.share.rank, self.share.world_size, self.per_device)
+            yield Window(
+                micro_batches=[],
+                num_targets=0,
+                num_samples=len(prompts),
+                epoch=self.order.position(number)[0],
+                epoch_samples=self.order.samples_per_epoch,
+                indices=micro_batches(prompts, *share),
+                place=self.order.place((step + 1) // self.sampling.updates),
+            )
+
+    def longest(self, rows: int) -> Batch:
+        """The batch that takes the most memory, on the device: the longest prompt, with answers of
+        full length.
+        """
+        prompt, *_ = self.prompts.prompt(int(np.argmax(self.prompts.lengths)))
+        answered = self._row(prompt, np.zeros(self.sampling.max_new_tokens, np.int64))
+        batch = collate_padded([answered] * rows, multiple_of=16)
+        for name in ("advantages", "weights", "old"):
+            batch[name] = torch.zeros(len(batch["targets"]))
+        return {name: value.to(self.share.device) for name, value in batch.items()}
+
+    # Sampling -------------------------------------------------------------------------------------
+
+    def begins(self, step: int) -> bool:
+        """Whether optimizer step `step`, from 1, needs new answers."""
+        return (step - 1) % self.sampling.updates == 0
+
+    def sample(
+        self, model: nn.Module, step: int, reward: Reward
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Sample the answers for optimizer step `step`, from 1, and reward them. Every rank calls
+        this, and answers its share.
+
+        Which tokens an answer has depends on (seed, rollout, row) and the weights, not on the
+        number of processes, but for rounding.
+
+        Args:
+            model: as prepared.
+            reward: (answer, record) -> numbers by name, whose sum is the reward. The record has the
+                text `prompt`, and the other columns of the data.
+
+        Returns:
+            Rewards, [prompts, group] fp32, and means for the log by name: those of the reward's
+            parts, tokens of an answer, the share of answers that were cut, and seconds.
+
+        Raises:
+            ConfigError: a reward is not finite.
+        """
+        start = time.perf_counter()
+        options = self.sampling
+        number = (step - 1) // options.updates
+        samples = [self.prompts.prompt(int(index)) for index in self.order.indices(number)]
+        rows = [sample for sample in samples for _ in range(options.group)]
+        draws = np.stack(
+            [
+                np.random.default_rng((options.seed, number, row)).random(options.max_new_tokens)
+                for row in range(len(rows))
+            ]
+        )
+        mine = batches([len(ids) for ids, *_ in rows], options.at_once, self.share)
+        answered = answer(
+            model,
+            [ids for ids, *_ in rows],
+            mine.tolist(),
+            max_new_tokens=options.max_new_tokens,
+            ends=self.ends,
+            draws=draws,
+        )
+        found: dict[int, tuple[list[int], dict[str, float]]] = {}
+        for row, ids in answered:
+            prompt, _, columns = rows[row]
+            record = columns | {"prompt": self.tokenizer.decode(prompt)}
+            text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+            parts = reward(text, record)
+            if not all(map(math.isfinite, parts.values())):
+                raise ConfigError(f"the reward of {text!r} is not finite: {parts}")
+            found[row] = (ids, parts)
+        by_row = dict(gather_object(list(found.items())))
+        self.tensors["answers"].fill_(-1)
+        for row, (ids, _) in by_row.items():
+            self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
+        everything = [by_row[row] for row in range(len(rows))]
+        rewards = torch.tensor([sum(parts.values()) for _, parts in everything])
+        lengths = [len(ids) for ids, _ in everything]
+        cut = [
+            len(ids) == options.max_new_tokens and ids[-1] not in self.ends for ids, _ in everything
+        ]
+        means = {"reward": rewards.mean().item()}
+        for name in everything[0][1]:
+            means[f"reward/{name}"] = sum(parts[name] for _, parts in everything) / len(rows)
+        means |= {
+            "answer_tokens": sum(lengths) / len(rows),
+            "cut_answers": sum(cut) / len(rows),
+            "rollout_seconds": time.perf_counter() - start,
+        }
+        return rewards.view(len(samples), options.group), means
+
+    # Learning -------------------------------------------------------------------------------------
+
+    def micro_batches(self, step: int, normalise: str) -> tuple[list[Batch], int]:
+        """(this rank's micro-batches of answers, the number of their tokens over all ranks) for
+        optimizer step `step`, from 1. Groups whose advantages are all 0 are left out, unless there
+        are no others.
+
+        A batch is as of `packing.collate_padded`, and has for each of its targets, [targets] fp32:
+        `advantages`; `old`; and `weights`, which the number of tokens in all is divided by:
+
+        - token: 1, so that the loss is the mean over all tokens (DAPO);
+        - answer: so that it is the mean over answers of the mean over their tokens (GRPO);
+        - constant: so that it is the sum over tokens by the number of answers and max_new_tokens
+          (Dr. GRPO).
+
+        Args:
+            normalise: token, answer or constant.
+        """
+        options = self.sampling
+        indices = self.order.indices((step - 1) // options.updates)
+        prompts = [self.prompts.prompt(int(index))[0] for index in indices]
+        answers = self.tensors["answers"][: len(prompts) * options.group].numpy()
+        advantages = self.tensors["advantages"][: len(answers)].numpy()
+        counts = (answers >= 0).sum(1)
+        differ = advantages.reshape(-1, options.group).any(1)
+        kept = np.flatnonzero(np.repeat(differ if differ.any() else ~differ, options.group))
+        lengths = counts[kept] + [len(prompts[row // options.group]) for row in kept]
+        tokens = int(counts[kept].sum())
+        of_answer = {
+            "token": np.ones(len(answers)),
+            "answer": tokens / (len(kept) * np.maximum(counts, 1)),
+            "constant": np.full(len(answers), tokens / (len(kept) * options.max_new_tokens)),
+        }[normalise]
+        made = []
+        for numbers in batches(lengths.tolist(), self.per_device, self.share):
+            rows = kept[numbers[numbers >= 0]]
+            collated = [self._row(prompts[row // options.group], answers[row]) for row in rows]
+            # a row without targets, where this rank has none
+            nothing = [self._row(prompts[0], np.full(1, -1))]
+            batch = collate_padded(collated or nothing, multiple_of=16)
+            each = counts[rows]
+            of_targets = {
+                "advantages": np.repeat(advantages[rows], each),
+                "weights": np.repeat(of_answer[rows], each),
+                "old": self.tensors["old"].numpy()[rows][answers[rows] >= 0],
+            }
+            batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
+            batch["rows"] = torch.tensor(np.repeat(rows, each), dtype=torch.int64)
+            made.append({name: value.to(self.share.device) for name, value in batch.items()})
+        return made, tokens
+
+    @torch.no_grad()
+    def note_old(self, model: nn.Module, made: list[Batch]) -> None:
+        """Compute the tokens' log-probabilities before the first of several updates, for all ranks.
+        Every rank calls this.
+
+        Args:
+            made: this rank's `micro_batches`, whose `old` are set.
+        """
+        mine: dict[int, list[float]] = {}
+        for batch in made:
+            batch["old"] = target_log_probabilities(model, batch)
+            rows = batch["rows"].tolist()
+            for row, value in zip(rows, batch["old"].tolist(), strict=True):
+                mine.setdefault(row, []).append(value)
+        for row, values in gather_object(list(mine.items())):
+            self.tensors["old"][row, : len(values)] = torch.tensor(values)
+
+    def _row(self, prompt: list[int], answer: np.ndarray) -> Row:
+        """A prompt with its answer, whose tokens alone are targets."""
+        answered = answer[answer >= 0]
+        ids = np.append(prompt, answered)
+        labels = np.full(len(ids), IGNORED)
+        labels[len(prompt) - 1 : len(ids) - 1] = answered
+        # each token predicts the next one
+        last = max(1, len(ids) - 1)
+        return {"input_ids": ids[:last], "labels": labels[:last]}

@@ -1,0 +1,318 @@
+r"""Let a causal language model learn from rewards for its own answers: GRPO and relatives.
+
+    accelerate launch templates/grpo.py                                  # offline demo, any machine
+    accelerate launch templates/grpo.py --model_name_or_path ORG/NAME --train_file problems.jsonl \
+        --load_in_4bit
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/grpo.py --full \
+        --model_name_or_path ...
+
+Each step samples answers to some prompts, rewards them by `rewards` below, and makes those more
+likely that did better than others to the same prompt. GRPO: Shao et al., arXiv 2402.03300.
+Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other than there:
+
+- Groups whose rewards are all equal teach nothing and are left out, not sampled again as in DAPO.
+- There is no KL penalty by default, as in Dr. GRPO and DAPO.
+- Answers are sampled at temperature 1, from the distribution that is trained.
+- An answer that --max_new_tokens cut gets the reward of what is there.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from shared import demo
+from shared.config import parse as configs
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
+from shared.config.types import Count, CountOrZero, Free, Positive, PositiveOrZero
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
+from shared.rollouts.options import PromptConfig
+
+DEMO_STEPS = 60  # about two minutes on two CPU cores
+ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Let a causal language model learn from rewards for its answers."""
+
+    model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
+    full: bool = False  # Train all weights, in fp32, and no adapters
+    group_size: Count = 16  # Answers that are sampled for each prompt
+    # Tokens of an answer, at most; if not given, 512
+    max_new_tokens: Count | None = None
+    # What the loss is a mean over. token: all tokens (DAPO); answer: answers, each of them a mean
+    # over its tokens (GRPO); constant: as many tokens as answers may have (Dr. GRPO)
+    normalise: Literal["token", "answer", "constant"] = "token"
+    # Divide advantages by the standard deviation of their group's rewards (GRPO); Dr. GRPO does not
+    scale_rewards: bool = True
+    updates_per_rollout: Count = 1  # Optimizer steps on the same answers
+    # With several updates: a token's probability ratio counts up to 1 - epsilon_low ...
+    epsilon_low: Positive = 0.2
+    epsilon_high: Positive = 0.28  # ... and 1 + epsilon_high (DAPO; GRPO has 0.2 for both)
+    # Weight of the KL divergence from the model without adapters
+    kl_coef: PositiveOrZero = 0.0
+    # Number of validation prompts whose answers are printed before training and at its end
+    num_generations: Free[CountOrZero] = 2
+    # Number of validation prompts that the model answers at each evaluation, without sampling
+    eval_answers: Free[Count] = 128
+    adapter: AdapterConfig = ADAPTER
+    data: PromptConfig = PromptConfig()
+    batch: BatchConfig = BatchConfig(per_device_train_batch_size=8, per_device_eval_batch_size=64)
+    optim: OptimConfig = OptimConfig(weight_decay=0.0, lr_scheduler_type="constant")
+    speed: SpeedConfig = SpeedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.1, metric_for_best_model="reward")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        self.batch.micro_batch()  # refuses what does not divide
+        self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
+        if self.full and self.adapter != ADAPTER:
+            raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
+        if self.kl_coef and (self.full or self.adapter.init_lora_weights == "pissa"):
+            raise ConfigError("--kl_coef needs adapters that leave the model as it was")
+        if self.group_size < 2:
+            raise ConfigError("--group_size: answers are compared, so at least 2")
+
+
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from shared.answers.answers import log_answers
+from shared.data.order import Order
+from shared.experts.products import use_launch_precision
+from shared.models import adapters
+from shared.models.blocks import set_gradient_checkpointing
+from shared.models.checks import learn_padding_token, require_fit
+from shared.models.counts import count_parameters
+from shared.models.loading import dtype_of, load_causal_lm
+from shared.models.loss import fuse_head, target_log_probabilities
+from shared.models.tokenizers import load_tokenizer
+from shared.parallel import sharding
+from shared.rollouts.prompts import Prompts, describe, fingerprint, read_prompts
+from shared.rollouts.rollouts import Rollouts, Sampling
+from shared.run import exits
+from shared.run.final import save_whole
+from shared.run.final_adapter import save_adapter
+from shared.run.run import Run
+from shared.run.setup import Setup
+from shared.training import defaults, optim
+from shared.training.step import Step
+
+NUMBER = r"-?\d+(?:\.\d+)?"
+
+
+def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """How good an answer is: numbers whose sum is the reward, each logged by its name. Edit it for
+    your task.
+
+    Args:
+        record: the text `prompt`, and the other columns of the data.
+    """
+    numbers = re.findall(NUMBER, answer)
+    right = re.findall(NUMBER, str(record.get("answer") or record.get("reference")))
+    return {
+        "correct": float(numbers[-1:] == right[-1:]),
+        "format": 0.1 * bool(numbers),
+    }
+
+
+def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """What an evaluation logs: the reward and its parts."""
+    parts = rewards(answer, record)
+    return {"reward": sum(parts.values())} | parts
+
+
+def build_model(setup: Setup, tokenizer: Any, train: Prompts) -> nn.Module:
+    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
+    weights, trainable, in fp32.
+    """
+    config = setup.config
+    name = config.model_name_or_path
+    if config.full:
+        base = load_causal_lm(
+            name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32
+        )
+    else:
+        base = adapters.load_base(
+            name, config.adapter, config.speed, setup.accelerator, setup.device
+        )
+    require_fit(base, tokenizer, int(train.lengths.max()) + config.max_new_tokens)
+    set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
+    if config.full:
+        learn_padding_token(base)
+        use_launch_precision(base)  # of experts, which know no autocast
+    return base.train() if config.full else adapters.add_adapters(base, config.adapter)
+
+
+def advantages_of(config: Config, rewards: torch.Tensor) -> torch.Tensor:
+    """How much better each answer is than the others of its group: [prompts, group], as
+    `rewards`.
+    """
+    differences = rewards - rewards.mean(1, keepdim=True)
+    if config.scale_rewards:
+        differences = differences / (rewards.std(1, keepdim=True) + 1e-4)
+    return torch.where(rewards.amax(1, True) > rewards.amin(1, True), differences, 0.0)
+
+
+def policy_loss(
+    config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None
+) -> torch.Tensor:
+    """The loss summed over this micro-batch's tokens, weighted as --normalise says."""
+    reference = None
+    if config.kl_coef:  # first: it switches the adapters off and on again
+        with torch.no_grad(), extract_model_from_parallel(model).disable_adapter():
+            reference = target_log_probabilities(model, batch)
+    policy = target_log_probabilities(model, batch)
+    old = batch["old"] if config.updates_per_rollout > 1 else policy.detach()
+    ratio = (policy - old).exp()  # 1 in the first update, but with a gradient
+    gain = ratio * batch["advantages"]
+    clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
+    losses = -torch.minimum(gain, clipped)
+    # of sampled tokens, minus their log-probability is the entropy in the mean
+    values = {"entropy": -old, "clipped": (gain > clipped).float()}
+    if reference is not None:
+        values["kl"] = (reference - policy).exp() - (reference - policy) - 1  # k3, Schulman 2020
+        # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
+        losses = losses + config.kl_coef * ratio * values["kl"]
+    if log is not None:
+        log(**{name: value.detach().sum() for name, value in values.items()})
+    return (losses * batch["weights"]).sum()
+
+
+def evaluate(run: Run, model: nn.Module, held_out: Prompts, tokenizer: Any) -> None:
+    """Log the rewards of answers to validation prompts, the likeliest token at each place."""
+    with run.evaluating(model):
+        run.log_evaluation(log_answers(run, model, held_out, tokenizer, score))
+
+
+def build_rollouts(setup: Setup, train: Prompts, tokenizer: Any) -> Rollouts:
+    """What takes the place of a loader: prompts, and the answers that the model samples."""
+    config = setup.config
+    batch = config.batch
+    rollouts = Rollouts(
+        train,
+        tokenizer,
+        Order(len(train), batch.global_batch_size, batch.seed, drop_last=True),
+        sharding.share(setup.accelerator),
+        Sampling(
+            group=config.group_size,
+            updates=config.updates_per_rollout,
+            max_new_tokens=config.max_new_tokens,
+            per_device=batch.per_device_train_batch_size,
+            at_once=batch.per_device_eval_batch_size,
+            seed=batch.seed,
+        ),
+    )
+    if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
+        setup.keep("rollout", rollouts.tensors)
+    return rollouts
+
+
+def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> None:
+    """Sample and reward answers, unless those of the step before count for this one, too. Then one
+    update.
+    """
+    config = run.config
+    means: dict[str, float] = {}
+    if rollouts.begins(step.number):
+        rewarded, means = rollouts.sample(model, step.number, rewards)
+        advantages = advantages_of(config, rewarded)
+        means["equal_groups"] = (~advantages.any(1)).float().mean().item()
+        rollouts.tensors["advantages"][: advantages.numel()] = advantages.flatten()
+    batches, tokens = rollouts.micro_batches(step.number, config.normalise)
+    if config.updates_per_rollout > 1 and rollouts.begins(step.number):
+        rollouts.note_old(model, batches)
+    step.use(batches, tokens)
+    step.log_means(**means)
+    for batch in step.micro_batches():
+        step.backward(policy_loss(config, model, batch, step.log))
+    step.clip_gradients(config.optim.max_grad_norm)
+    step.update(run.optimizers)  # skipped on all ranks if loss or gradient is not finite
+
+
+def save(run: Run, model: nn.Module, tokenizer: Any, initial: Any, *, about: str, end: Any) -> None:
+    """Write final/: the adapter, or the model with --full."""
+    name = run.config.model_name_or_path
+    if run.config.full:
+        title = f"{Path(name).name}, tuned by rewards"
+        dtype = dtype_of(name)
+        save_whole(run, model, tokenizer, title=title, about=about, end=end, dtype=dtype)
+    else:
+        save_adapter(run, model, tokenizer, initial, about=about, end=end)
+
+
+def main(config: Config) -> None:
+    setup = Setup(config, "grpo")
+    if config.data.is_demo:
+        demo_settings = {"global_batch_size": 16, "max_steps": DEMO_STEPS, "max_new_tokens": 3}
+        setup.choose("the demo", **demo_settings)
+    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
+        setup.choose("the demo's model", learning_rate=1e-3)
+    config = setup.choose("answers", max_new_tokens=512)
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    train, held_out = read_prompts(config.data, tokenizer)
+    model = build_model(setup, tokenizer, train)
+    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
+    trained, parameters = count_parameters(model)
+    width = defaults.width(model)
+    rate = defaults.preference_rate(width, full=config.full)
+    setup.choose(f"rewards, width {width}", learning_rate=rate)
+    config = setup.choose(
+        f"{len(train):,} prompts", **defaults.for_prompts(config.batch, len(train))
+    )
+
+    # on the device, sharded
+    model, _ = setup.prepare(model, optim.build(model, config.optim))
+    head = fuse_head(setup.accelerator, model, len(tokenizer))
+    rollouts = build_rollouts(setup, train, tokenizer)
+    # --find_batch_size, --dress_rehearsal
+    config = setup.rehearse(rollouts, partial(policy_loss, config, model))
+    about = describe(train, held_out, config.data)
+    # from the newest checkpoint, if there is one
+    run = setup.start(
+        rollouts,
+        fingerprint=fingerprint(train, held_out),
+        total_steps=config.batch.total_steps(rollouts.steps_per_epoch),
+        makes="merged" if config.adapter.merge_adapter else "final",
+        samples=f"prompts, {config.group_size} answers each",
+        data=about,
+        model=f"{config.model_name_or_path}, {parameters:,} parameters",
+        log_probabilities=head,
+        trained=f"{trained:,} parameters ({trained / parameters:.2%})",
+    )
+    if run.should_evaluate():
+        evaluate(run, model, held_out, tokenizer)
+    for step in run.steps():
+        train_step(run, model, rollouts, step)
+        if run.should_evaluate():
+            evaluate(run, model, held_out, tokenizer)
+    run.load_best_weights()
+    save(run, model, tokenizer, initial, about=about, end=train.end)
+    before, after = (
+        values.get("eval_reward", 0.0) for values in (run.state.before, run.state.results)
+    )
+    run.close(
+        f"reward of answers to validation prompts {before:.3f} before, {after:.3f} after training",
+        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl, "
+        "answers.jsonl and config.yaml beside it",
+    )
+
+
+if __name__ == "__main__":
+    exits.run(main, CONFIG)

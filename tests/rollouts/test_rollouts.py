@@ -1,0 +1,311 @@
+"""Answers that the model in training samples: which tokens, what they are worth, what is learned from them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.data.loader import Share
+from shared.data.order import Order
+from shared.models.generation import generate
+from shared.process.errors import ConfigError
+from shared.rollouts.options import PromptConfig
+from shared.rollouts.prompts import read_prompts
+from shared.rollouts.rollouts import Rollouts, Sampling
+from tests.conftest import load_template
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory, model_and_tokenizer):
+    """(to train on, to validate on): of several lengths."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = [{"prompt": f"{'the ' * (number % 5)}number {number}", "answer": str(number)} for number in range(24)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_prompts(PromptConfig(train_file=(str(file),)), model_and_tokenizer[1])
+
+
+def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
+    values = {"group": 4, "updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0}
+    order = Order(len(prompts), 4, 0, drop_last=True)
+    return Rollouts(prompts, tokenizer, order, share or Share(0, 1, CPU), Sampling(**(values | changes)))
+
+
+def test_draws_choose_tokens_by_their_probabilities_whatever_the_batch(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    prompt = tokenizer("the model", add_special_tokens=False)["input_ids"]
+    count = 500
+    draws = np.tile(((np.arange(count) + 0.5) / count)[:, None], 2)
+    found = generate(model, [prompt] * count, max_new_tokens=1, ends=(), draws=draws[:, :1])
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1) * count
+    seen = torch.bincount(torch.tensor(found).flatten(), minlength=len(wanted))
+    assert (seen - wanted).abs().max() <= 1  # an even grid of draws meets each token as often as it is likely
+    assert len(set(map(tuple, found))) > 50
+
+    others = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", "a line of text that is longer")]
+    draws = np.random.default_rng(0).random((3, 9))
+    together = generate(model, [others[0], prompt, others[1]], max_new_tokens=9, ends=(), draws=draws)
+    alone = generate(model, [prompt], max_new_tokens=9, ends=(), draws=draws[1:2])
+    assert alone[0] == together[1] and len(alone[0]) == 9
+
+
+def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, prompts, monkeypatch):
+    model, tokenizer = model_and_tokenizer
+
+    def reward(answer, record):
+        return {"length": float(len(answer)), "answer": float(record["answer"])}
+
+    one = rollouts_of(prompts[0], tokenizer)
+    rewards, means = one.sample(model, 3, reward)
+    assert rewards.shape == (4, 4) and means["reward"] == pytest.approx(means["reward/length"] + means["reward/answer"])
+    answers = one.tensors["answers"].clone()
+    texts = [tokenizer.decode(row[row >= 0], skip_special_tokens=True).strip() for row in answers]
+    numbers = [float(prompts[0].prompt(int(index))[2]["answer"]) for index in one.order.indices(2)]
+    assert rewards.flatten().tolist() == [len(text) + numbers[row // 4] for row, text in enumerate(texts)]
+    assert len(set(texts)) > 12 and means["answer_tokens"] == (answers >= 0).sum(1).double().mean()
+    one.sample(model, 4, reward)
+    assert not torch.equal(one.tensors["answers"], answers)
+    one.sample(model, 3, reward)
+    assert torch.equal(one.tensors["answers"], answers)
+
+    parts = []
+    for rank in (0, 1):  # each keeps what it would send
+        half = rollouts_of(prompts[0], tokenizer, Share(rank, 2, CPU))
+        with monkeypatch.context() as patched, pytest.raises(StopIteration):
+            patched.setattr(
+                "shared.rollouts.rollouts.gather_object", lambda found: parts.append(dict(found)) or next(iter(()))
+            )
+            half.sample(model, 3, reward)
+    assert not parts[0].keys() & parts[1].keys() and len(parts[0] | parts[1]) == 16
+    assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
+
+
+def test_a_reward_that_is_not_finite_ends_the_run_with_its_answer(model_and_tokenizer, prompts):
+    with pytest.raises(ConfigError, match=r"is not finite: \{'points': nan\}"):
+        rollouts_of(prompts[0], model_and_tokenizer[1]).sample(model_and_tokenizer[0], 1, lambda *_: {"points": math.nan})
+
+
+def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
+    """Answers of 1 to 6 random tokens, with the advantages of these rewards."""
+    generator = torch.Generator().manual_seed(1)
+    for row in range(len(rollouts.tensors["answers"])):
+        length = int(torch.randint(1, 7, (), generator=generator))
+        rollouts.tensors["answers"][row, :length] = torch.randint(5, 300, (length,), generator=generator)
+    rollouts.tensors["advantages"][:] = template.advantages_of(config, rewards).flatten()
+
+
+def config_of(template, **changes):
+    return template.Config(max_new_tokens=6, group_size=4, **changes)
+
+
+def loss_and_gradients(rollouts: Rollouts, template, config, model, *, old: bool) -> tuple[float, dict]:
+    batches, tokens = rollouts.micro_batches(1, config.normalise)
+    if old:
+        rollouts.note_old(model, batches)
+        with torch.no_grad():  # the weights after an update: ratios are far from 1
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+    total = sum(template.policy_loss(config, model, batch) for batch in batches) / tokens
+    model.zero_grad()
+    total.backward()
+    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+REWARDS = torch.tensor([[0.0, 1, 1, 0], [0.1, 0.1, 1.1, 0], [0.5, 0.5, 0.5, 0.5], [3, -1, 0.2, 0.7]])
+
+
+def plain_loss(rollouts, config, model, rewards, old) -> torch.Tensor:
+    """The formulas of the papers, one answer at a time."""
+    terms, kept, tokens = [], 0, 0
+    for row, ids in enumerate(rollouts.tensors["answers"].tolist()):
+        of_group = rewards[row // 4]
+        if of_group.max() == of_group.min():
+            continue
+        answer = [token for token in ids if token >= 0]
+        prompt = rollouts.prompts.prompt(int(rollouts.order.indices(0)[row // 4]))[0]
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        logp = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        advantage = of_group[row % 4] - of_group.mean()
+        if config.scale_rewards:
+            advantage = advantage / (of_group.std() + 1e-4)
+        ratio = (logp - (logp.detach() if old is None else old[row])).exp()
+        clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        terms.append(loss.mean() if config.normalise == "answer" else loss.sum())
+        kept, tokens = kept + 1, tokens + len(answer)
+    return sum(terms) / {"token": tokens, "answer": kept, "constant": kept * 6}[config.normalise]
+
+
+@pytest.mark.parametrize("normalise", ["token", "answer", "constant"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_loss_is_that_of_the_papers(tiny_model, prompts, model_and_tokenizer, normalise, updates):
+    template = load_template("grpo")
+    config = config_of(template, normalise=normalise, updates_per_rollout=updates, scale_rewards=updates == 1)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], updates=updates)
+    given_rollout(rollouts, REWARDS, template, config)
+    loss, gradients = loss_and_gradients(rollouts, template, config, model, old=updates > 1)
+    old = None
+    if updates > 1:
+        counts = (rollouts.tensors["answers"] >= 0).sum(1).tolist()
+        old = [values[:count] for values, count in zip(rollouts.tensors["old"], counts, strict=True)]
+    model.zero_grad()
+    expected = plain_loss(rollouts, config, model, REWARDS, old)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+
+
+def test_two_ranks_learn_what_one_does(prompts, model_and_tokenizer):
+    """The micro-batches of both together are those of one, also of an odd number of answers."""
+    template = load_template("grpo")
+    config = config_of(template)
+
+    def of_rank(rank, ranks):
+        rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], Share(rank, ranks, CPU), per_device=5)
+        given_rollout(rollouts, REWARDS, template, config)
+        batches, tokens = rollouts.micro_batches(1, "token")
+        return batches, tokens, sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches)
+
+    whole, halves = of_rank(0, 1), [of_rank(rank, 2) for rank in (0, 1)]
+    assert halves[0][1] == halves[1][1] == whole[1] == sum(len(batch["targets"]) for half in halves for batch in half[0])
+    assert len(halves[0][0]) == len(halves[1][0])
+    torch.testing.assert_close(halves[0][2] + halves[1][2], whole[2], atol=1e-5, rtol=1e-5)
+
+
+def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(prompts, model_and_tokenizer):
+    template = load_template("grpo")
+    config = config_of(template)
+    for rewards, answers in ((REWARDS, 12), (torch.full((4, 4), 0.1), 16)):
+        rollouts = rollouts_of(prompts[0], model_and_tokenizer[1])
+        given_rollout(rollouts, rewards, template, config)
+        batches, _ = rollouts.micro_batches(1, "token")
+        assert sum(len(batch["labels"]) for batch in batches) == answers
+    assert sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches) == 0
+
+
+def test_forms_of_prompts(tmp_path, model_and_tokenizer):
+    _, tokenizer = model_and_tokenizer
+    file = tmp_path / "prompts.jsonl"
+
+    def read(*records, **options):
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        data = PromptConfig(train_file=(str(file),), validation_file=(str(file),), **options)
+        train, _ = read_prompts(data, tokenizer)
+        return [(tokenizer.decode(ids), columns) for ids, _, columns in map(train.prompt, range(len(train)))]
+
+    user, said = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+    assert read({"question": "2 + 2 =", "answer": "#### 4"}) == [("2 + 2 =", {"answer": "#### 4"})]
+    asked = "### User:\n2 + 2\n\n### Assistant:\n"
+    assert read({"messages": [user, said], "points": 3}) == [(asked, {"reference": "4", "points": 3})]
+    assert read({"prompt": [user]}, {"prompt": [user] * 30}, seq_length=40) == [(asked, {})]
+    assert read({"task": "2 + 2 =", "prompt": 1}, prompt_column="task") == [("2 + 2 =", {"prompt": 1})]
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: none of the columns task is the prompt"):
+        read({"task": "2 + 2 ="})
+    with pytest.raises(ConfigError, match="--system_prompt needs a model with a chat template"):
+        read({"prompt": "2 + 2 ="}, system_prompt="Think.")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    try:
+        ((prompt, _),) = read({"prompt": "2 + 2"}, system_prompt="Think.")
+        assert prompt == "<system>Think.</s><user>2 + 2</s><assistant>"
+    finally:
+        tokenizer.chat_template = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("normalise", "loss_type", "updates", "kl"),
+    [("token", "dapo", 1, 0.0), ("answer", "grpo", 2, 0.0), ("constant", "dr_grpo", 2, 0.0), ("token", "dapo", 2, 0.04)],
+)
+def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokenizer, normalise, loss_type, updates, kl):
+    """TRL's GRPOTrainer on the same answers and rewards, with adapters."""
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from trl import GRPOConfig, GRPOTrainer
+
+    template = load_template("grpo")
+    config = config_of(template, normalise=normalise, updates_per_rollout=updates, kl_coef=kl)
+    _, tokenizer = model_and_tokenizer
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    rollouts = rollouts_of(prompts[0], tokenizer, updates=updates)
+    rewards = REWARDS.clone()
+    rewards[2, 0] = 2.0  # TRL counts groups without spread
+    given_rollout(rollouts, rewards, template, config)
+    batches, tokens = rollouts.micro_batches(1, normalise)
+    if updates > 1:
+        rollouts.note_old(model, batches)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.02 if parameter.requires_grad else 1)
+    loss = sum(template.policy_loss(config, model, batch) for batch in batches) / tokens
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+
+    arguments = GRPOConfig(
+        str(tmp_path),
+        loss_type=loss_type,
+        beta=kl,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        num_generations=4,
+        report_to="none",
+        per_device_train_batch_size=16,
+        max_completion_length=6,
+        use_cpu=True,
+        bf16=False,
+        num_iterations=updates,
+    )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 16),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    asked = [rollouts.prompts.prompt(int(rollouts.order.indices(0)[row // 4]))[0] for row in range(16)]
+    longest = max(map(len, asked))
+    answers = rollouts.tensors["answers"]
+    inputs = {
+        "prompt_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked]),
+        "prompt_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked]),
+        "completion_ids": answers.clamp(min=0),
+        "completion_mask": (answers >= 0).long(),
+        "advantages": ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten(),
+        "num_items_in_batch": (answers >= 0).sum(),
+    }
+    if updates > 1:
+        inputs["old_per_token_logps"] = rollouts.tensors["old"]
+    if kl:
+        whole = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        with torch.no_grad(), model.disable_adapter():
+            found = trainer._get_per_token_logps_and_entropies(model, whole, mask, 6)
+        inputs["ref_per_token_logps"] = found[0]
+    trainer.model.train()
+    theirs = trainer._compute_loss(trainer.model, inputs)
+    theirs.backward()
+    assert loss.item() == pytest.approx(theirs.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-4
