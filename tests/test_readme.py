@@ -58,6 +58,7 @@ SMALL = {
     "--vocab_size": "320",
     "--dataloader_num_workers": "1",
     "--max_steps": "2",
+    "--max_new_tokens": "8",
     "--model_preset": "3M",
 }
 TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -230,6 +231,7 @@ def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(li
         "headlines/validation.jsonl",
         "more.jsonl",
         "pairs.jsonl",
+        "problems.jsonl",
         "reviews.csv",
         "corpus/a.txt",
         "data/a.txt",
@@ -305,6 +307,12 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
     pairs = [{"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    shutil.copytree(tiny_model, folder / "instruct")
+    (folder / "instruct/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    )
     rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}" for _, answer in turns]
     (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
     return {
@@ -313,7 +321,9 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "runs/sft/final": tiny_model,
         "answerdotai/ModernBERT-base": tiny_model,
         "google-bert/bert-base-uncased": tiny_model,
+        "Qwen/Qwen2.5-1.5B-Instruct": folder / "instruct",
         "pairs.jsonl": folder / "pairs.jsonl",
+        "problems.jsonl": folder / "problems.jsonl",
         "reviews.csv": folder / "reviews.csv",
         "facebook/convnext-tiny-224": folder / "convnext",
         "chats.jsonl": chat_file,
@@ -357,8 +367,9 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
-    classifies = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
-    extra |= classifies.get(template, {"--eval_samples": "4"})
+    of_template = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
+    of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
+    extra |= of_template.get(template, {"--eval_samples": "4"})
     extra |= (
         {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
     )

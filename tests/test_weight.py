@@ -23,7 +23,7 @@ FOLDERS = {
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_900,
-    "models": 23_700,  # 2026-11-28: loads experts in 4 bits; samples by given draws. 100 columns split messages; tokenizers.py came from data
+    "models": 23_700,  # 2026-11-28: loads experts in 4 bits; samples by given draws
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_400,  # 2026-11-28: answers that the model in training samples, for grpo.py
