@@ -59,12 +59,11 @@ class Config:
     # With several updates: a token's probability ratio counts up to 1 - epsilon_low ...
     epsilon_low: Positive = 0.2
     epsilon_high: Positive = 0.28  # ... and 1 + epsilon_high (DAPO; GRPO has 0.2 for both)
-    # Weight of the KL divergence from the model without adapters
-    kl_coef: PositiveOrZero = 0.0
     # Number of validation prompts whose answers are printed before training and at its end
     num_generations: Free[CountOrZero] = 2
     # Number of validation prompts that the model answers at each evaluation, without sampling
     eval_answers: Free[Count] = 128
+    kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters
     adapter: AdapterConfig = ADAPTER
     data: PromptConfig = PromptConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=8, per_device_eval_batch_size=64)
