@@ -69,7 +69,6 @@ CASES = {
     "alpha.png": (encoded(gradient(90, 64, "RGBA"), "PNG", icc_profile=PROFILE), (45, 32)),
     "lossless.webp": (encoded(gradient(90, 64), "WEBP", lossless=True), (45, 32)),
     "palette.png": (encoded(gradient(90, 64).quantize(), "PNG"), None),
-    "sixteen.png": (encoded(Image.fromarray(np.full((64, 90), 60_000, np.uint16)), "PNG"), None),
     "cmyk.jpg": (encoded(gradient(90, 64).convert("CMYK")), None),
     "moving.gif": (encoded(gradient(90, 64), "GIF", save_all=True, append_images=[gradient(90, 64, "L")]), None),
 }
