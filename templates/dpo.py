@@ -17,7 +17,6 @@ arXiv 2310.12036. Robust DPO: Chowdhury et al., arXiv 2403.00409. SimPO: Meng et
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shared import demo
@@ -94,45 +93,23 @@ from torch.nn import functional as F
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
-from shared.experts.products import use_launch_precision
 from shared.models import adapters, attention
-from shared.models.blocks import set_gradient_checkpointing
-from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
-from shared.run.final import save_whole
-from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
 from shared.run.setup import Setup
+from shared.run.tuned import load_tuned, save_tuned
 from shared.text.loaders import ChatData, choose_packing
 from shared.text.preferences import build_loaders, read_pairs
 from shared.training import defaults, optim
 
 
 def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
-    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32.
-    """
-    config = setup.config
-    name = setup.config.model_name_or_path
-    if config.full:
-        base = load_causal_lm(
-            name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32
-        )
-    else:
-        base = adapters.load_base(
-            name, config.adapter, config.speed, setup.accelerator, setup.device
-        )
-    require_fit(base, tokenizer, config.data.seq_length)
-    set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
-    if config.full:
-        learn_padding_token(base)
-        use_launch_precision(base)  # of experts, which know no autocast
-    return base.train() if config.full else adapters.add_adapters(base, config.adapter)
+    """The frozen base with trainable adapters; with --full all weights."""
+    return load_tuned(setup, tokenizer, setup.config.data.seq_length)
 
 
 def losses_and_rewards(
@@ -312,13 +289,8 @@ def main(config: Config) -> None:
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
     end = data.held_out.samples.end
-    if config.full:
-        name = config.model_name_or_path
-        title = f"{Path(name).name}, tuned on preferences"
-        dtype = dtype_of(name)
-        save_whole(run, model, tokenizer, title=title, about=data.about, end=end, dtype=dtype)
-    else:
-        save_adapter(run, model, tokenizer, initial, about=data.about, end=end)
+    title = "tuned on preferences"
+    save_tuned(run, model, tokenizer, initial, title=title, about=data.about, end=end)
     both = run.state.before, run.state.results
     before, after = (
         [values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both

@@ -19,7 +19,6 @@ Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from shared import demo
@@ -94,22 +93,17 @@ from torch import nn
 
 from shared.answers.answers import log_answers
 from shared.data.order import Order
-from shared.experts.products import use_launch_precision
 from shared.models import adapters
-from shared.models.blocks import set_gradient_checkpointing
-from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters
-from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, target_log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel import sharding
 from shared.rollouts.prompts import Prompts, describe, fingerprint, read_prompts
 from shared.rollouts.rollouts import Rollouts, Sampling
 from shared.run import exits
-from shared.run.final import save_whole
-from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.run.setup import Setup
+from shared.run.tuned import load_tuned, save_tuned
 from shared.training import defaults, optim
 from shared.training.step import Step
 
@@ -138,25 +132,8 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Prompts) -> nn.Module:
-    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32.
-    """
-    config = setup.config
-    name = config.model_name_or_path
-    if config.full:
-        base = load_causal_lm(
-            name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32
-        )
-    else:
-        base = adapters.load_base(
-            name, config.adapter, config.speed, setup.accelerator, setup.device
-        )
-    require_fit(base, tokenizer, int(train.lengths.max()) + config.max_new_tokens)
-    set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
-    if config.full:
-        learn_padding_token(base)
-        use_launch_precision(base)  # of experts, which know no autocast
-    return base.train() if config.full else adapters.add_adapters(base, config.adapter)
+    """The frozen base with trainable adapters; with --full all weights."""
+    return load_tuned(setup, tokenizer, int(train.lengths.max()) + setup.config.max_new_tokens)
 
 
 def advantages_of(config: Config, rewards: torch.Tensor) -> torch.Tensor:
@@ -245,17 +222,6 @@ def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> No
     step.update(run.optimizers)  # skipped on all ranks if loss or gradient is not finite
 
 
-def save(run: Run, model: nn.Module, tokenizer: Any, initial: Any, *, about: str, end: Any) -> None:
-    """Write final/: the adapter, or the model with --full."""
-    name = run.config.model_name_or_path
-    if run.config.full:
-        title = f"{Path(name).name}, tuned by rewards"
-        dtype = dtype_of(name)
-        save_whole(run, model, tokenizer, title=title, about=about, end=end, dtype=dtype)
-    else:
-        save_adapter(run, model, tokenizer, initial, about=about, end=end)
-
-
 def main(config: Config) -> None:
     setup = Setup(config, "grpo")
     if config.data.is_demo:
@@ -302,7 +268,8 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, held_out, tokenizer)
     run.load_best_weights()
-    save(run, model, tokenizer, initial, about=about, end=train.end)
+    title = "tuned by rewards"
+    save_tuned(run, model, tokenizer, initial, title=title, about=about, end=train.end)
     before, after = (
         values.get("eval_reward", 0.0) for values in (run.state.before, run.state.results)
     )

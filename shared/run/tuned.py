@@ -1,0 +1,70 @@
+"""Language models that are tuned by adapters or, with --full, whole: loaded and saved."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.experts.products import use_launch_precision
+from shared.models import adapters
+from shared.models.blocks import set_gradient_checkpointing
+from shared.models.checks import learn_padding_token, require_fit
+from shared.models.loading import dtype_of, load_causal_lm
+from shared.run.final import save_whole
+from shared.run.final_adapter import save_adapter
+from shared.run.run import Run
+from shared.run.setup import Setup
+
+
+def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
+    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
+    weights, trainable, in fp32. In training mode.
+
+    Args:
+        setup: its config has the groups adapter and speed, `full` and `model_name_or_path`.
+        seq_length: tokens of the longest row.
+
+    Raises:
+        ConfigError: the model does not take such rows, or such adapters.
+    """
+    config = setup.config
+    name = config.model_name_or_path
+    speed = config.speed
+    if config.full:
+        kernel = speed.attn_implementation
+        base = load_causal_lm(name, attn_implementation=kernel, dtype=torch.float32)
+    else:
+        base = adapters.load_base(name, config.adapter, speed, setup.accelerator, setup.device)
+    require_fit(base, tokenizer, seq_length)
+    set_gradient_checkpointing(base, speed.gradient_checkpointing)
+    if not config.full:
+        return adapters.add_adapters(base, config.adapter)
+    learn_padding_token(base)
+    use_launch_precision(base)  # of experts, which know no autocast
+    return base.train()
+
+
+def save_tuned(
+    run: Run,
+    model: nn.Module,
+    tokenizer: Any,
+    initial: dict[str, torch.Tensor],
+    *,
+    title: str,
+    about: str,
+    end: int | None,
+) -> None:
+    """Write final/: the adapter or the whole model. Every rank calls this.
+
+    Args:
+        title: of the card of a whole model, after its name.
+        initial, about, end: see `final_adapter.save_adapter`.
+    """
+    if not run.config.full:
+        save_adapter(run, model, tokenizer, initial, about=about, end=end)
+        return
+    name = run.config.model_name_or_path
+    title = f"{Path(name).name}, {title}"
+    dtype = dtype_of(name)
+    save_whole(run, model, tokenizer, title=title, about=about, end=end, dtype=dtype)
