@@ -118,9 +118,9 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
         record: the text `prompt`, and the other columns of the data.
     """
     numbers = re.findall(NUMBER, answer)
-    right = re.findall(NUMBER, str(record.get("answer") or record.get("reference")))
+    right = re.findall(NUMBER, str(record.get("answer", record.get("reference"))))
     return {
-        "correct": float(numbers[-1:] == right[-1:]),
+        "correct": float(numbers[-1:] == right[-1:] != []),
         "format": 0.1 * bool(numbers),
     }
 
@@ -244,8 +244,10 @@ def main(config: Config) -> None:
 
     # on the device, sharded
     model, _ = setup.prepare(model, optim.build(model, config.optim))
-    head = fuse_head(setup.accelerator, model, len(tokenizer))
     rollouts = build_rollouts(setup, train, tokenizer)
+    steps = config.batch.total_steps(rollouts.steps_per_epoch)
+    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
+    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     # --find_batch_size, --dress_rehearsal
     config = setup.rehearse(rollouts, partial(policy_loss, config, model))
     about = describe(train, held_out, config.data)
@@ -253,7 +255,7 @@ def main(config: Config) -> None:
     run = setup.start(
         rollouts,
         fingerprint=fingerprint(train, held_out),
-        total_steps=config.batch.total_steps(rollouts.steps_per_epoch),
+        total_steps=steps,
         makes="merged" if config.adapter.merge_adapter else "final",
         samples=f"prompts, {config.group_size} answers each",
         data=about,
