@@ -55,6 +55,10 @@ class PlanConfig:
     """As the templates have it."""
     loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] | None = None
     """Plan dpo.py, whose loss this is: a sample is a pair of answers, two rows that go forward together."""
+    group_size: int = 0
+    """Plan grpo.py, which has groups of answers: a row is a prompt of seq_length and an answer of max_new_tokens."""
+    max_new_tokens: Count = 512
+    """Of an answer of grpo.py."""
     throughput: bool = False
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
@@ -109,11 +113,12 @@ def main() -> None:
     job = memory.Job(
         architecture,
         config.per_device_train_batch_size * (2 if config.loss_type else 1),
-        config.seq_length,
+        config.seq_length + (config.max_new_tokens if config.group_size else 0),
         config.mixed_precision == "bf16",
         config.lora_r,
         config.load_in_4bit,
-        packed=config.lora_r > 0 and not config.loss_type,  # as lora_finetune.py does
+        # as lora_finetune.py does
+        packed=config.lora_r > 0 and not config.loss_type and not config.group_size,
         bf16_weights=config.weights_dtype == "bf16",
         eight_bits=config.optim == "adamw_8bit",
     )

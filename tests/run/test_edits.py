@@ -16,14 +16,14 @@ from tests.conftest import LAUNCHER, ROOT, Run, command, run, slow
 
 PAGE = (ROOT / "docs/editing_the_step.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
-NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "augmented", "penalty", "metric")
+NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "own_answers", "augmented", "penalty", "metric")
 FIRST_TIER = ("metric",)
 CASES = [diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)]
 KILLED = "adversary"  # the edit that is killed and resumed
 
 
 def test_each_edit_is_small():
-    assert len(DIFFS) == 7
+    assert len(DIFFS) == 8
     for diff in DIFFS:
         changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+])", line)]
         assert 0 < len(changed) <= 30
@@ -42,6 +42,7 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     flags = {
         "lora_finetune": ["--seq_length", 128, "--num_generations", 0],
         "full_finetune": ["--seq_length", 128, "--num_generations", 0],
+        "grpo": ["--group_size", 2, "--eval_answers", 8, "--num_generations", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
         "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
@@ -59,7 +60,10 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     assert straight.returncode == 0, straight.output
     assert len(straight.losses) == 5
     assert ("z_loss" in straight.rows[-2]) == ("z_loss" in diff)
-    if "teacher" in diff:
+    if template == "grpo":  # the student begins as its teacher, and moves where its tokens were sampled
+        apart = [row["divergence"] for row in straight.rows if "divergence" in row]
+        assert apart[0] == pytest.approx(0, abs=1e-6) and straight.rows[1]["grad_norm"] < 1e-4
+    elif "teacher" in diff:
         apart = [row["divergence"] for row in straight.rows if "divergence" in row]
         assert apart[0] == 0 and all(value > 0 for value in apart[1:])  # the adapters begin as nothing
     if "drop_tokens" in diff:  # other tokens, as many targets

@@ -45,8 +45,9 @@ def planned(path):
         facts = ARCHITECTURES[given.get("model_name_or_path") or given["config_name"]]
     lora = given.get("lora_r", 0)
     rows = given["per_device_train_batch_size"] * (2 if template == "dpo" else 1)
-    shape = (AutoConfig.for_model(**facts), rows, given["seq_length"], True, lora, given.get("load_in_4bit", False))
-    job = memory.Job(*shape, packed=lora > 0)
+    length = given["seq_length"] + (given["max_new_tokens"] if template == "grpo" else 0)
+    shape = (AutoConfig.for_model(**facts), rows, length, True, lora, given.get("load_in_4bit", False))
+    job = memory.Job(*shape, packed=lora > 0 and template != "grpo")
     rows = {name: peak for name, _, peak in memory.plan(job, processes)}
     return rows[config.removeprefix("multi_node_")].total(str(given.get("gradient_checkpointing", "none"))) / 1e9
 
@@ -54,7 +55,15 @@ def planned(path):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """What stands for the user's data while a config is checked."""
-    for name in ("chats.jsonl", "pairs.jsonl", "reviews.csv", "corpus/a.txt", "imagenet/a/1.jpg", "photos/a/1.jpg"):
+    for name in (
+        "chats.jsonl",
+        "pairs.jsonl",
+        "problems.jsonl",
+        "reviews.csv",
+        "corpus/a.txt",
+        "imagenet/a/1.jpg",
+        "photos/a/1.jpg",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     monkeypatch.chdir(tmp_path)
@@ -88,6 +97,7 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
 
 
 FAMILY = {"meta-llama": "llama", "runs": "llama", "Qwen": "qwen3", "google/gemma": "gemma3", "openai-community": "gpt2"}
+FAMILY = {"Qwen/Qwen2.5": "qwen2"} | FAMILY
 FAMILY |= {"google/vit": "vit", "microsoft/resnet": "resnet", "facebook/convnext": "convnext", "answerdotai": "modernbert"}
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, "dataloader_num_workers": 0}
 TEXT = {"seq_length": 64, "eval_samples": 4}
@@ -103,7 +113,11 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
     (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
-    files = {name: folder / name for name in ("pairs.jsonl", "reviews.csv")} | {"corpus/": text_file.parent}
+    problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    files = {name: folder / name for name in ("pairs.jsonl", "problems.jsonl", "reviews.csv")} | {
+        "corpus/": text_file.parent
+    }
     return files | {
         "chats.jsonl": chat_file,
         "corpus/": text_file.parent,
@@ -140,6 +154,8 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
         if key in given:
             given[key] = str(tiny(given[key], tmp_path / "model", architectures))
     given |= {"image_size": 16} if template == "image_classification" else TEXT
+    if template == "grpo":
+        given |= {"max_new_tokens": 8, "group_size": 2, "eval_answers": 4}
     if template == "text_classification":
         del given["eval_samples"]
     if "model_preset" in given:
