@@ -73,12 +73,15 @@ class Config:
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        self.batch.micro_batch()  # refuses what does not divide
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
         if self.full and self.adapter != ADAPTER:
             raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
-        if self.kl_coef and (self.full or self.adapter.init_lora_weights == "pissa"):
-            raise ConfigError("--kl_coef needs adapters that leave the model as it was")
+        changes_base = self.adapter.modules_to_save or self.adapter.init_lora_weights == "pissa"
+        if self.kl_coef and (self.full or changes_base):
+            raise ConfigError(
+                "--kl_coef needs adapters alone, which are switched off for the reference: drop "
+                "--full, --modules_to_save and --init_lora_weights pissa"
+            )
         if self.group_size < 2:
             raise ConfigError("--group_size: answers are compared, so at least 2")
 
@@ -107,7 +110,12 @@ from shared.run.tuned import load_tuned, save_tuned
 from shared.training import defaults, optim
 from shared.training.step import Step
 
-NUMBER = r"-?\d+(?:\.\d+)?"
+
+def numbers_in(text: Any) -> list[float]:
+    """The numbers in a text; commas separate thousands."""
+    return [
+        float(found.replace(",", "")) for found in re.findall(r"-?\d[\d,]*(?:\.\d+)?", str(text))
+    ]
 
 
 def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
@@ -117,8 +125,8 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     Args:
         record: the text `prompt`, and the other columns of the data.
     """
-    numbers = re.findall(NUMBER, answer)
-    right = re.findall(NUMBER, str(record.get("answer", record.get("reference"))))
+    numbers = numbers_in(answer)
+    right = numbers_in(record.get("answer", record.get("reference")))
     return {
         "correct": float(numbers[-1:] == right[-1:] != []),
         "format": 0.1 * bool(numbers),
@@ -196,6 +204,7 @@ def build_rollouts(setup: Setup, train: Prompts, tokenizer: Any) -> Rollouts:
         ),
     )
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
+        setup.strategy.require("--updates_per_rollout")
         setup.keep("rollout", rollouts.tensors)
     return rollouts
 
@@ -207,14 +216,14 @@ def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> No
     config = run.config
     means: dict[str, float] = {}
     if rollouts.begins(step.number):
-        rewarded, means = rollouts.sample(model, step.number, rewards)
+        rewarded, means = rollouts.sample(run, model, rewards)
         advantages = advantages_of(config, rewarded)
         means["equal_groups"] = (~advantages.any(1)).float().mean().item()
         rollouts.tensors["advantages"][: advantages.numel()] = advantages.flatten()
-    batches, tokens = rollouts.micro_batches(step.number, config.normalise)
+    batches, tokens, prompts = rollouts.micro_batches(step.number, config.normalise)
     if config.updates_per_rollout > 1 and rollouts.begins(step.number):
         rollouts.note_old(model, batches)
-    step.use(batches, tokens)
+    step.use(batches, tokens, prompts)
     step.log_means(**means)
     for batch in step.micro_batches():
         step.backward(policy_loss(config, model, batch, step.log))
@@ -257,7 +266,7 @@ def main(config: Config) -> None:
         fingerprint=fingerprint(train, held_out),
         total_steps=steps,
         makes="merged" if config.adapter.merge_adapter else "final",
-        samples=f"prompts, {config.group_size} answers each",
+        batch=rollouts.describe(),
         data=about,
         model=f"{config.model_name_or_path}, {parameters:,} parameters",
         log_probabilities=head,

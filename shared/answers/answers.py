@@ -111,7 +111,8 @@ def log_answers(
         prompt, reference, others = samples[number]
         texts = {
             "prompt": tokenizer.decode(prompt),
-            "reference": tokenizer.decode(reference, skip_special_tokens=True).strip(),
+            "reference": tokenizer.decode(reference, skip_special_tokens=True).strip()
+            or str(others.get("reference", "")),
         }
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
         row = {
@@ -126,7 +127,7 @@ def log_answers(
     rows = [by_number[number] for number in range(len(chosen))]
     for row in rows[:shown]:
         show(row)
-    _keep(run, rows)
+    keep_rows(run, FILE, rows)
     names = dict.fromkeys(name for row in rows for name in row["scores"])
     columns = ["prompt", "reference", "answer"]
     table = [
@@ -156,10 +157,15 @@ def show(row: dict[str, Any]) -> None:
     print_main("---")
 
 
-def _keep(run: Run, rows: list[dict[str, Any]]) -> None:
-    """Append rows to the run's file, in place of what a killed run wrote after its checkpoint."""
+def keep_rows(run: Run, name: str, rows: list[dict[str, Any]]) -> None:
+    """Append rows to a file of the run, in place of what a killed run wrote after its checkpoint.
+    The main rank acts.
+
+    Args:
+        rows: JSON, with the present `step`.
+    """
     if run.is_main:
-        file = run.dir / FILE
+        file = run.dir / name
         keep_json_lines(file, lambda row: row["step"] < run.state.step)
         with open_regular(file, "a") as lines:
             lines.writelines(json.dumps(redact(row)) + "\n" for row in rows)

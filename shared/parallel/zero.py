@@ -34,7 +34,7 @@ class DeepSpeed(Strategy):
     lacks = frozenset(
         (
             *("a second model", "Setup.keep", "Muon", "--torch_compile by default"),
-            *("--ema_decay", "--find_batch_size", "--dress_rehearsal"),
+            *("--ema_decay", "--find_batch_size", "--dress_rehearsal", "--updates_per_rollout"),
         )
     )
     can_skip = False

@@ -74,9 +74,10 @@ class ToPrompts(chat.ToSamples):
     def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for column, where, record in super().items(source, notes):
             turns = from_cell(record.get(column))
-            is_answered = isinstance(turns, list) and turns and turns[-1].get("role") == "assistant"
-            if is_answered:
-                record = record | {column: turns[:-1], "reference": turns[-1].get("content")}
+            if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+                record = record | {column: turns}  # CSV has no lists
+                if turns and turns[-1].get("role") == "assistant":
+                    record |= {column: turns[:-1], "reference": turns[-1].get("content")}
             yield column, where, record
 
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:

@@ -13,13 +13,14 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from shared.answers.answers import answer, batches
+from shared.answers.answers import answer, batches, keep_rows
 from shared.data.loader import Share, Window
 from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.process.errors import ConfigError
 from shared.rollouts.prompts import Prompts
+from shared.run.run import Run
 from shared.text.packing import collate_padded
 
 # (answer, record) -> numbers by name, whose sum is the reward
@@ -70,6 +71,11 @@ class Rollouts:
     def __init__(
         self, prompts: Prompts, tokenizer: Any, order: Order, share: Share, sampling: Sampling
     ) -> None:
+        if len(prompts) < order.global_batch_size:
+            raise ConfigError(
+                f"{len(prompts):,} prompts are fewer than one --global_batch_size of "
+                f"{order.global_batch_size}: choose {len(prompts)} or less"
+            )
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.ends = ends_of(tokenizer, prompts.end)
@@ -83,6 +89,15 @@ class Rollouts:
             "advantages": torch.zeros(rows),
             "old": torch.zeros(rows, sampling.max_new_tokens),
         }
+
+    def describe(self) -> str:
+        """How a global batch is made up, for the summary."""
+        options = self.sampling
+        return (
+            f"{self.order.global_batch_size} prompts x {options.group} answers; each of "
+            f"{self.share.world_size} process(es) samples {options.at_once} and learns "
+            f"{self.per_device} at once"
+        )
 
     # In place of a Loader -------------------------------------------------------------------------
 
@@ -132,10 +147,10 @@ class Rollouts:
         return (step - 1) % self.sampling.updates == 0
 
     def sample(
-        self, model: nn.Module, step: int, reward: Reward
+        self, run: Run, model: nn.Module, reward: Reward
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Sample the answers for optimizer step `step`, from 1, and reward them. Every rank calls
-        this, and answers its share.
+        """Sample the answers for the present optimizer step, and reward them. Every rank calls
+        this, and answers its share. rollouts.jsonl gets those to the first prompt.
 
         Which tokens an answer has depends on (seed, rollout, row) and the weights, not on the
         number of processes, but for rounding.
@@ -154,7 +169,7 @@ class Rollouts:
         """
         start = time.perf_counter()
         options = self.sampling
-        number = (step - 1) // options.updates
+        number = (run.state.step - 1) // options.updates
         samples = [self.prompts.prompt(int(index)) for index in self.order.indices(number)]
         rows = [sample for sample in samples for _ in range(options.group)]
         draws = np.stack(
@@ -186,14 +201,25 @@ class Rollouts:
         for row, (ids, _) in by_row.items():
             self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
         everything = [by_row[row] for row in range(len(rows))]
+        shown = [
+            {
+                "step": run.state.step,
+                "prompt": self.tokenizer.decode(samples[0][0]),
+                "answer": self.tokenizer.decode(ids),
+                "rewards": parts,
+            }
+            for ids, parts in everything[: options.group]
+        ]
+        keep_rows(run, "rollouts.jsonl", shown)
         rewards = torch.tensor([sum(parts.values()) for _, parts in everything])
         lengths = [len(ids) for ids, _ in everything]
         cut = [
             len(ids) == options.max_new_tokens and ids[-1] not in self.ends for ids, _ in everything
         ]
         means = {"reward": rewards.mean().item()}
-        for name in everything[0][1]:
-            means[f"reward/{name}"] = sum(parts[name] for _, parts in everything) / len(rows)
+        for name in dict.fromkeys(name for _, parts in everything for name in parts):
+            total = sum(parts.get(name, 0.0) for _, parts in everything)
+            means[f"reward/{name}"] = total / len(rows)
         means |= {
             "answer_tokens": sum(lengths) / len(rows),
             "cut_answers": sum(cut) / len(rows),
@@ -203,10 +229,10 @@ class Rollouts:
 
     # Learning -------------------------------------------------------------------------------------
 
-    def micro_batches(self, step: int, normalise: str) -> tuple[list[Batch], int]:
-        """(this rank's micro-batches of answers, the number of their tokens over all ranks) for
-        optimizer step `step`, from 1. Groups whose advantages are all 0 are left out, unless there
-        are no others.
+    def micro_batches(self, step: int, normalise: str) -> tuple[list[Batch], int, list[list[int]]]:
+        """(this rank's micro-batches of answers, the number of their tokens over all ranks, the
+        prompts that each batch is of) for optimizer step `step`, from 1. Groups whose advantages
+        are all 0 are left out, unless there are no others.
 
         A batch is as of `packing.collate_padded`, and has for each of its targets, [targets] fp32:
         `advantages`; `old`; and `weights`, which the number of tokens in all is divided by:
@@ -235,6 +261,7 @@ class Rollouts:
             "constant": np.full(len(answers), tokens / (len(kept) * options.max_new_tokens)),
         }[normalise]
         made = []
+        prompts_of = []
         for numbers in batches(lengths.tolist(), self.per_device, self.share):
             rows = kept[numbers[numbers >= 0]]
             collated = [self._row(prompts[row // options.group], answers[row]) for row in rows]
@@ -249,8 +276,9 @@ class Rollouts:
             }
             batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
             batch["rows"] = torch.tensor(np.repeat(rows, each), dtype=torch.int64)
+            prompts_of.append(indices[rows // options.group].tolist())
             made.append({name: value.to(self.share.device) for name, value in batch.items()})
-        return made, tokens
+        return made, tokens, prompts_of
 
     @torch.no_grad()
     def note_old(self, model: nn.Module, made: list[Batch]) -> None:

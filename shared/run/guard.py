@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
@@ -98,13 +97,13 @@ class Guard:
     # Updates that are not finite ------------------------------------------------------------------
 
     def finite(
-        self, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray
+        self, losses: list[torch.Tensor], norm: torch.Tensor, indices: list[list[int]]
     ) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the
         update is to be skipped.
 
         With fp16 an infinite gradient does not count while the loss scale can still fall: see
-        `update`.
+        `Strategy.update`.
 
         Args:
             losses: of this rank's micro-batches, scalars.
@@ -133,7 +132,7 @@ class Guard:
                     is_spoiled,
                     f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in row if s >= 0)}",
                 )
-                for i, row in enumerate(indices.tolist())
+                for i, row in enumerate(indices)
             ]
 
         self.unread.append((finite, describe))

@@ -39,6 +39,7 @@ from shared.training.step import Step
 T = TypeVar("T")
 
 STEPS = "finite steps"  # the sum that counts them, beside those that steps log
+GIVEN = "#"  # begins the sums that count the steps with a value that not all have
 
 
 class Logger:
@@ -177,6 +178,9 @@ class Logger:
         for name, values in step.sums.items():
             for value in values:
                 self.sums[name].add_(torch.where(step.finite, value, 0), alpha=step.scale)
+        for name, mean in step.means.items():
+            self.sums[name] += mean
+            self.sums[GIVEN + name] += 1
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
@@ -199,7 +203,8 @@ class Logger:
         *sums, processed, grad_norm = torch.stack([*over_ranks, step.grad_norm]).tolist()
         means = dict(zip(self.sums, sums, strict=True))
         steps = means.pop(STEPS)  # of all replicas: if they train apart, each skips its own
-        means = {name: value / steps if steps else math.nan for name, value in means.items()}
+        counts = {name: means.pop(GIVEN + name, steps) for name in list(means) if name[0] != GIVEN}
+        means = {n: means[n] / count if count else math.nan for n, count in counts.items()}
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         rate = processed / seconds
@@ -222,7 +227,8 @@ class Logger:
         values |= epochs
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
-        progress = f"loss {loss:.3f}, {rate:,.0f} {self.passed}/s"
+        shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
+        progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:

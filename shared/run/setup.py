@@ -269,7 +269,7 @@ class Setup:
             samples: the unit of a batch, for the summary: rows, images, texts.
             flops: floating-point operations of forward and backward for one token or image, for
                 MFU.
-            rows: more lines of the summary; `optimizer` replaces what the flags say.
+            rows: more lines of the summary; `optimizer` and `batch` replace what the flags say.
 
         Raises:
             Finished: nothing is left to do.
@@ -315,6 +315,7 @@ class Setup:
         self, train: Any, total_steps: int, samples: str, rows: dict[str, Any]
     ) -> None:
         config = self.config
+        batch = rows.pop("batch", None)
         epoch = train.steps_per_epoch
         epochs = ""
         if epoch:
@@ -330,7 +331,7 @@ class Setup:
                 "run on": launch.strategy(self.accelerator),
                 "each process holds": ", ".join(held) if processes > 1 else None,
                 **{name.replace("_", " "): value for name, value in rows.items()},
-                "batch": launch.batch_line(config.batch, self.accelerator, samples),
+                "batch": batch or launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{total_steps:,} steps{epochs}",
                 "cadence": launch.cadence_line(config, total_steps, epoch),
                 "optimizer": rows.get("optimizer", config.optim.describe()),

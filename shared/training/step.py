@@ -29,6 +29,7 @@ class Step:
 
     Attributes:
         number: of this optimizer step, from 1.
+        indices: samples of this rank's micro-batches, -1 where a row counts for nothing.
         num_targets: targets of the global batch, over all ranks. The loss is the mean over them.
         learning_rate: of this step.
         grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
@@ -58,9 +59,11 @@ class Step:
         self.positions = 0
         self.waited = 0.0
         self._batches: list[Batch] | None = None
+        self.indices: list[list[int]] = window.indices.tolist()
         self.scale = loss_scale(window.num_targets)
         # logged values by name, a scalar for each micro-batch
         self.sums: dict[str, list[torch.Tensor]] = {}
+        self.means: dict[str, float] = {}  # logged values that are the same on all ranks
         self._losses: list[torch.Tensor] = []
         self.grad_norm: torch.Tensor | None = None
         self._is_clipped = False  # since the last update
@@ -71,8 +74,7 @@ class Step:
         the last.
         """
         batches = self._read() if self._batches is None else self._batches
-        count = len(self.window.indices) if self._batches is None else len(self._batches)
-        return accumulate(self.strategy.accelerator, self.models, batches, count)
+        return accumulate(self.strategy.accelerator, self.models, batches, len(self.indices))
 
     @property
     def batches(self) -> list[Batch]:
@@ -93,15 +95,17 @@ class Step:
             yield batch
             start = time.perf_counter()
 
-    def use(self, batches: list[Batch], num_targets: int) -> None:
+    def use(self, batches: list[Batch], num_targets: int, indices: list[list[int]]) -> None:
         """Take other micro-batches than the data's, such as answers that were just sampled. Before
         `micro_batches`.
 
         Args:
             batches: this rank's, on its device; as many on all ranks.
             num_targets: of all ranks' batches together.
+            indices: of each batch, the samples that its rows are of.
         """
         self._batches = batches
+        self.indices = indices
         self.num_targets = num_targets
         self.scale = loss_scale(num_targets)
         self.positions = sum(batch["labels"].numel() for batch in batches)
@@ -124,9 +128,10 @@ class Step:
             self.sums.setdefault(name, []).append(value.detach())
 
     def log_means(self, **values: float) -> None:
-        """Log more values of the step: means, which need no share of its targets."""
-        device = self.strategy.accelerator.device
-        self.log(**{n: torch.tensor(v / self.scale, device=device) for n, v in values.items()})
+        """Log more values of the step, the same on all ranks. The log has their mean over the steps
+        that gave one.
+        """
+        self.means |= values
 
     def clip_gradients(self, max_norm: float, model: nn.Module | None = None) -> torch.Tensor:
         """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the
@@ -150,7 +155,7 @@ class Step:
             else self.clip_gradients(0)
         )
         self._is_clipped = False
-        finite = self._verdict(self._losses, norm, self.window.indices)
+        finite = self._verdict(self._losses, norm, self.indices)
         self.strategy.update(optimizers, finite, norm)
         self.finite = finite if self.finite is None else self.finite & finite
 

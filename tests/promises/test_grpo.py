@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
 
 from shared.commands.verify_resume import compare
 from shared.data import audit
+from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from tests.conftest import Run, load_template, run, run_here, slow
 
@@ -56,17 +58,24 @@ def test_every_launch_samples_and_learns_the_same(alone, base, tmp_path, config,
     assert answers(other) == answers(alone)
 
 
-@pytest.mark.parametrize(("processes", "flags"), [(1, ()), slow(2, ("--kl_coef", 0.1))])
-def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tmp_path, processes, flags):
+@pytest.mark.parametrize(
+    ("processes", "config", "flags"),
+    [
+        (1, None, ()),
+        slow(2, "ddp", ("--kl_coef", 0.1)),
+        slow(2, "fsdp2", ("--kl_coef", 0.1)),
+    ],
+)
+def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tmp_path, processes, config, flags):
     given = (*base, "--updates_per_rollout", 3, "--save_steps", 1, *flags)
-    whole = run("grpo", tmp_path / "whole", *given, processes=processes)
+    whole = run("grpo", tmp_path / "whole", *given, processes=processes, config=config)
     assert max(logged(whole, "clipped")) > 0 and len(logged(whole, "reward")) == 2
     if flags:
         assert logged(whole, "kl")[0] == 0 < logged(whole, "kl")[-1]
     env = {"TEMPLATES_FAULT": "update:kill@5"}
-    killed = run("grpo", tmp_path / "run", *given, processes=processes, env=env, check=False)
+    killed = run("grpo", tmp_path / "run", *given, processes=processes, config=config, env=env, check=False)
     assert killed.returncode
-    resumed = run("grpo", tmp_path / "run", *given, processes=processes)
+    resumed = run("grpo", tmp_path / "run", *given, processes=processes, config=config)
     assert "at step 4" in resumed.output
     assert set(compare(whole.folder, resumed.folder).values()) == {""}
     ours, theirs = resumed.weights(), whole.weights()
@@ -74,11 +83,26 @@ def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tm
     assert answers(resumed) == answers(whole) and not audit.check(resumed.folder).problems
 
 
+def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_names_its_prompts(base, tmp_path):
+    """Three steps to a line, two to a rollout. Then a loss is not finite."""
+    given = (*base, "--updates_per_rollout", 2)
+    each = run("grpo", tmp_path / "each", *given)
+    lines = run("grpo", tmp_path / "lines", *given, "--logging_steps", 3)
+    assert len(logged(lines, "loss")) == 3 and logged(lines, "reward") == pytest.approx(logged(each, "reward"))
+    bad = run("grpo", tmp_path / "bad", *given, env={"TEMPLATES_FAULT": "micro_batch:nan@7"})
+    told = re.search(
+        r"step (\d): loss or gradient is not finite .*samples of rank 0, micro-batch (\d): ([\d, ]+)\)", bad.output
+    )
+    assert told and 1 < int(told[1]) < 5 and logged(bad, "skipped_steps")[-1] == 1
+    assert 1 <= len(told[3].split(", ")) <= 3 and max(map(int, told[3].split(", "))) < 24
+
+
 def test_what_does_not_go_together_is_refused():
     config = load_template("grpo").Config
     for changes, message in (
         ({"group_size": 1}, "--group_size"),
-        ({"full": True, "kl_coef": 0.1}, "--kl_coef needs adapters"),
+        ({"full": True, "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
+        ({"adapter": AdapterConfig(modules_to_save=("lm_head",)), "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
     ):
         with pytest.raises(ConfigError, match=message):
             config(**changes)

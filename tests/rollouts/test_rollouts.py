@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,11 @@ def prompts(tmp_path_factory, model_and_tokenizer):
     records = [{"prompt": f"{'the ' * (number % 5)}number {number}", "answer": str(number)} for number in range(24)]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return read_prompts(PromptConfig(train_file=(str(file),)), model_and_tokenizer[1])
+
+
+def at(step: int) -> SimpleNamespace:
+    """A run at this step, which keeps no rows."""
+    return SimpleNamespace(state=SimpleNamespace(step=step), is_main=False)
 
 
 def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
@@ -67,16 +73,16 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
         return {"length": float(len(answer)), "answer": float(record["answer"])}
 
     one = rollouts_of(prompts[0], tokenizer)
-    rewards, means = one.sample(model, 3, reward)
+    rewards, means = one.sample(at(3), model, reward)
     assert rewards.shape == (4, 4) and means["reward"] == pytest.approx(means["reward/length"] + means["reward/answer"])
     answers = one.tensors["answers"].clone()
     texts = [tokenizer.decode(row[row >= 0], skip_special_tokens=True).strip() for row in answers]
     numbers = [float(prompts[0].prompt(int(index))[2]["answer"]) for index in one.order.indices(2)]
     assert rewards.flatten().tolist() == [len(text) + numbers[row // 4] for row, text in enumerate(texts)]
     assert len(set(texts)) > 12 and means["answer_tokens"] == (answers >= 0).sum(1).double().mean()
-    one.sample(model, 4, reward)
+    one.sample(at(4), model, reward)
     assert not torch.equal(one.tensors["answers"], answers)
-    one.sample(model, 3, reward)
+    one.sample(at(3), model, reward)
     assert torch.equal(one.tensors["answers"], answers)
 
     parts = []
@@ -86,14 +92,16 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
             patched.setattr(
                 "shared.rollouts.rollouts.gather_object", lambda found: parts.append(dict(found)) or next(iter(()))
             )
-            half.sample(model, 3, reward)
+            half.sample(at(3), model, reward)
     assert not parts[0].keys() & parts[1].keys() and len(parts[0] | parts[1]) == 16
     assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
 
 
 def test_a_reward_that_is_not_finite_ends_the_run_with_its_answer(model_and_tokenizer, prompts):
     with pytest.raises(ConfigError, match=r"is not finite: \{'points': nan\}"):
-        rollouts_of(prompts[0], model_and_tokenizer[1]).sample(model_and_tokenizer[0], 1, lambda *_: {"points": math.nan})
+        rollouts_of(prompts[0], model_and_tokenizer[1]).sample(
+            at(1), model_and_tokenizer[0], lambda *_: {"points": math.nan}
+        )
 
 
 def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
@@ -110,7 +118,7 @@ def config_of(template, **changes):
 
 
 def loss_and_gradients(rollouts: Rollouts, template, config, model, *, old: bool) -> tuple[float, dict]:
-    batches, tokens = rollouts.micro_batches(1, config.normalise)
+    batches, tokens, _ = rollouts.micro_batches(1, config.normalise)
     if old:
         rollouts.note_old(model, batches)
         with torch.no_grad():  # the weights after an update: ratios are far from 1
@@ -177,7 +185,7 @@ def test_two_ranks_learn_what_one_does(prompts, model_and_tokenizer):
     def of_rank(rank, ranks):
         rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], Share(rank, ranks, CPU), per_device=5)
         given_rollout(rollouts, REWARDS, template, config)
-        batches, tokens = rollouts.micro_batches(1, "token")
+        batches, tokens, _ = rollouts.micro_batches(1, "token")
         return batches, tokens, sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches)
 
     whole, halves = of_rank(0, 1), [of_rank(rank, 2) for rank in (0, 1)]
@@ -192,9 +200,25 @@ def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(promp
     for rewards, answers in ((REWARDS, 12), (torch.full((4, 4), 0.1), 16)):
         rollouts = rollouts_of(prompts[0], model_and_tokenizer[1])
         given_rollout(rollouts, rewards, template, config)
-        batches, _ = rollouts.micro_batches(1, "token")
+        batches, *_ = rollouts.micro_batches(1, "token")
         assert sum(len(batch["labels"]) for batch in batches) == answers
     assert sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches) == 0
+
+
+def test_numbers_are_compared_as_numbers():
+    rewards = load_template("grpo").rewards
+    right = {"answer": "70 * 1,000 = 70,000 #### 70,000"}
+    for answer, correct in (("70000", 1), ("it is 70,000.00.", 1), ("5,000", 0), ("70,000 or 3", 0), ("none", 0)):
+        assert rewards(answer, right)["correct"] == correct
+    assert rewards("0", {"answer": 0})["correct"] == 1 and rewards("nothing", {"answer": "?"})["correct"] == 0
+    assert rewards("4", {"reference": "It is 4."})["correct"] == 1
+
+
+def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokenizer):
+    order = Order(len(prompts[0]), len(prompts[0]) + 1, 0, drop_last=True)
+    sampling = rollouts_of(prompts[0], model_and_tokenizer[1]).sampling
+    with pytest.raises(ConfigError, match="fewer than one --global_batch_size"):
+        Rollouts(prompts[0], model_and_tokenizer[1], order, Share(0, 1, CPU), sampling)
 
 
 def test_forms_of_prompts(tmp_path, model_and_tokenizer):
@@ -211,6 +235,8 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
     assert read({"question": "2 + 2 =", "answer": "#### 4"}) == [("2 + 2 =", {"answer": "#### 4"})]
     asked = "### User:\n2 + 2\n\n### Assistant:\n"
     assert read({"messages": [user, said], "points": 3}) == [(asked, {"reference": "4", "points": 3})]
+    assert read({"messages": json.dumps([user, said])}) == [(asked, {"reference": "4"})]
+    assert read({"prompt": "[3, 1, 2] sorted:"}) == [("[3, 1, 2] sorted:", {})] and read({"prompt": "[3, 1]"})
     assert read({"prompt": [user]}, {"prompt": [user] * 30}, seq_length=40) == [(asked, {})]
     assert read({"task": "2 + 2 =", "prompt": 1}, prompt_column="task") == [("2 + 2 =", {"prompt": 1})]
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: none of the columns task is the prompt"):
@@ -248,7 +274,7 @@ def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokeni
     rewards = REWARDS.clone()
     rewards[2, 0] = 2.0  # TRL counts groups without spread
     given_rollout(rollouts, rewards, template, config)
-    batches, tokens = rollouts.micro_batches(1, normalise)
+    batches, tokens, _ = rollouts.micro_batches(1, normalise)
     if updates > 1:
         rollouts.note_old(model, batches)
         with torch.no_grad():
