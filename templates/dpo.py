@@ -210,9 +210,9 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 def main(config: Config) -> None:
     setup = Setup(config, "dpo", unit="pairs")
     if config.data.is_demo:
-        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
-        config = setup.choose("the demo's model", learning_rate=1e-3)
+        config = setup.set_defaults("the demo's model", learning_rate=1e-3)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer)
@@ -220,7 +220,7 @@ def main(config: Config) -> None:
     width = defaults.width(model)
     what = "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
-    config = setup.choose(f"preferences, {what}, width {width}", learning_rate=rate)
+    config = setup.set_defaults(f"preferences, {what}, width {width}", learning_rate=rate)
     (trained, parameters) = count_parameters(model)
     flops = flops_per_token(model, train.samples.context)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
@@ -231,7 +231,7 @@ def main(config: Config) -> None:
     fitting = defaults.batch_and_epochs(
         config.batch, len(train), len(train), most=16, least=8, epochs=1
     )
-    config = setup.choose(f"{len(train):,} pairs", **fitting)
+    config = setup.set_defaults(f"{len(train):,} pairs", **fitting)
     data = build_loaders(
         train, held_out, config.data, config.batch, setup.accelerator, packed=packed
     )

@@ -235,10 +235,10 @@ def main(config: Config) -> None:
     setup = Setup(config, "grpo")
     if config.data.is_demo:
         demo_settings = {"global_batch_size": 16, "max_steps": DEMO_STEPS, "max_new_tokens": 3}
-        setup.choose("the demo", **demo_settings)
+        setup.set_defaults("the demo", **demo_settings)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
-        setup.choose("the demo's model", learning_rate=1e-3)
-    config = setup.choose("answers", max_new_tokens=512)
+        setup.set_defaults("the demo's model", learning_rate=1e-3)
+    config = setup.set_defaults("answers", max_new_tokens=512)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_prompts(config.data, tokenizer)
     model = build_model(setup, tokenizer, train)
@@ -246,8 +246,8 @@ def main(config: Config) -> None:
     trained, parameters = count_parameters(model)
     width = defaults.width(model)
     rate = defaults.preference_rate(width, full=config.full)
-    setup.choose(f"rewards, width {width}", learning_rate=rate)
-    config = setup.choose(
+    setup.set_defaults(f"rewards, width {width}", learning_rate=rate)
+    config = setup.set_defaults(
         f"{len(train):,} prompts", **defaults.for_prompts(config.batch, len(train))
     )
 

@@ -301,12 +301,12 @@ def save_final(
 def main(config: Config) -> None:
     setup = Setup(with_defaults(config), "image_classification", unit="images")
     several = config.data.is_multi_label
-    config = setup.choose(
+    config = setup.set_defaults(
         f"{'several labels' if several else 'one label'} an image",
         metric_for_best_model="map" if several else "accuracy",
     )
     if config.data.is_demo:
-        config = setup.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
+        config = setup.set_defaults("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
     data = images.prepare(config.data)
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
@@ -330,7 +330,7 @@ def main(config: Config) -> None:
     fitting = defaults.batch_and_epochs(
         config.batch, count, count, most=64, least=16, epochs=epochs
     )
-    config = setup.choose(
+    config = setup.set_defaults(
         f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting
     )
     model, flops = prepare_model(setup, model, size, to_model.memory_format)

@@ -127,7 +127,7 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 def main(config: Config) -> None:
     setup = Setup(config, "lora_finetune")
     if config.data.is_demo:
-        config = setup.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+        config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer, train)
@@ -137,13 +137,13 @@ def main(config: Config) -> None:
     carriers = targets.describe(model)
 
     width = defaults.width(model)
-    config = setup.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
+    config = setup.set_defaults(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
     # on the device, sharded
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = setup.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    config = setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time

@@ -220,7 +220,7 @@ def main(config: Config) -> None:
     apart = partial(Replicas, options=config.sync)
     setup = Setup(config, "pretrain", strategy=apart if config.sync.sync_every > 1 else None)
     if config.data.is_demo:
-        config = setup.choose("the demo", max_steps=DEMO_STEPS)
+        config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)
     data = build_datasets(setup)
     if config.data.preprocess_only:
         print_main(f"prepared {data.about}; in {cache_dir()}")
@@ -231,7 +231,7 @@ def main(config: Config) -> None:
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = setup.choose(
+    config = setup.set_defaults(
         what,
         learning_rate=rate,
         optim=defaults.pretraining_optimizer(setup.strategy, trained=trained),

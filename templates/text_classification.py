@@ -255,7 +255,7 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
 def main(config: Config) -> None:
     setup = Setup(config, "text_classification", unit="texts")
     if config.data.is_demo:
-        config = setup.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
+        config = setup.set_defaults("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
     # strings of special tokens in a text are text, also after training
     tokenizer = load_tokenizer(config.model_name_or_path, split_special_tokens=True)
     data = labelled.open_texts(config.data, tokenizer)
@@ -268,11 +268,11 @@ def main(config: Config) -> None:
     fitting = defaults.batch_and_epochs(
         config.batch, len(data.train), len(data.train), most=16, least=8
     )
-    config = setup.choose(f"{len(data.train):,} texts", **fitting)
+    config = setup.set_defaults(f"{len(data.train):,} texts", **fitting)
     width = defaults.width(model)
     what = "LoRA" if config.lora_r else "all weights"
     rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
-    config = setup.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
+    config = setup.set_defaults(f"classifier of texts, {what}, width {width}", learning_rate=rate)
     train, validation, sample = build_loaders(setup, data)
     model, flops = prepare_model(setup, model, data, sample)
     trained, parameters = count_parameters(model)

@@ -26,8 +26,8 @@ FOLDERS = {
     "models": 23_700,  # 2026-11-28: loads experts in 4 bits; samples by given draws
     "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
     "process": 3_700,  # start.py and cache_dir came from config, record_end from run
-    "rollouts": 3_400,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 22_300,  # 2026-11-28: tuned.py came from dpo.py
+    "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
+    "run": 22_400,  # 2026-11-28: tuned.py came from dpo.py
     "text": 22_700,
     "training": 6_500,  # flags of replicas came from config; a step may take batches that the template made
 }
@@ -35,12 +35,12 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100).
 TEMPLATES = {
     "dpo": 97_700,
-    "full_finetune": 88_500,
-    "grpo": 95_400,  # 2026-11-28: new
-    "image_classification": 78_900,
-    "lora_finetune": 93_600,
+    "full_finetune": 88_600,
+    "grpo": 95_800,  # 2026-11-28: new
+    "image_classification": 79_000,
+    "lora_finetune": 93_700,
     "pretrain": 85_100,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 77_700,
+    "pretrain_pipeline": 77_800,
     "text_classification": 88_000,
 }
 LAYOUT = {

@@ -140,7 +140,7 @@ class OptimConfig:
         """The learning rate, which is given or chosen by now."""
         if self.learning_rate is None:
             raise RuntimeError(
-                "no learning rate: call setup.choose(..., learning_rate=...) "
+                "no learning rate: call setup.set_defaults(..., learning_rate=...) "
                 "before the optimizer is built"
             )
         return self.learning_rate
@@ -260,8 +260,7 @@ class CheckpointConfig:
     # Settings that may differ from the checkpoint's although they change what the model learns;
     # also data and base
     allow_changed: Free[tuple[str, ...]] = ()
-    # Before the first step: the longest batch forward and backward, an evaluation, a save and a
-    # load
+    # Before the first step: the longest batch forward and backward, a save and a load
     dress_rehearsal: Free[bool] = False
 
     def every(self, total_steps: int) -> int:

@@ -110,7 +110,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     Args:
         batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks
             something, `position_ids` only if rows hold several documents, `cu_seqlens`: see
-            `data.cu_seqlens_of`.
+            `loader.cu_seqlens_of`.
         like: the model whose `row_form` counts, if not this one's: that of
             `isolation.isolate_documents`.
     """

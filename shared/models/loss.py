@@ -51,7 +51,7 @@ def causal_lm_loss(
         batch: `input_ids`, and `labels`: [batch, seq], the next token of each position or -100. Has
             `position_ids` only if rows hold several documents. May have `targets`: [any], the
             indices of the flattened labels that are not -100, ascending; and `cu_seqlens`, see
-            `data.cu_seqlens_of`.
+            `loader.cu_seqlens_of`.
         log: called with aux_loss, the balancing loss, if there is one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What of a step and of a checkpoint depends on how processes share the training."""
+"""The parts of a step and of a checkpoint that differ between parallel strategies."""
 
 from collections.abc import Callable, Container
 from typing import Any
@@ -22,7 +22,7 @@ class Strategy:
     of them runs. All ranks call the same methods in the same order.
 
     Attributes:
-        title: what does not work with the features of `lacks`, for people.
+        title: name of the strategy in the error of `require`.
         lacks: features that it does not have, as `require` names them.
         group: the process group whose ranks share one model; None: all ranks.
         agreed: the weights that evaluations, checkpoints and final/ have, where each rank trains
@@ -91,7 +91,7 @@ class Strategy:
         return norm
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
-        """Whether a bool on the device is true on all ranks of `group`: another such bool."""
+        """A bool on the device: whether `finite`, another, is true on all ranks of `group`."""
         if self.accelerator.num_processes == 1:
             return finite
         least = finite.int()

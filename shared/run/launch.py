@@ -45,7 +45,7 @@ def start(
     first of all.
 
     Accumulation, clipping and learning-rate schedules are the template's own; the launch config
-    decides on processes, strategy and precision alone. From here on `config.STOP_SIGNALS` end the
+    decides on processes, strategy and precision alone. From here on `signals.STOP_SIGNALS` end the
     run with code 143.
 
     Args:

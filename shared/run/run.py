@@ -49,7 +49,7 @@ class Run:
     Args:
         setup: what was prepared.
         train: the training data: a `Loader` or `Stream`.
-        saver: of its checkpoints.
+        saver: saves and loads its checkpoints.
         state: resumed or new.
         total_steps: optimizer steps of the whole run.
         flops: floating-point operations of forward and backward for one token or image, for MFU.
@@ -230,8 +230,8 @@ class Run:
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """For the block that evaluates: eval mode, averaged weights, no gradients; its time is not
-        training time.
+        """A context for an evaluation: it ends the present step; eval mode, averaged weights, no
+        gradients. Its time is not training time.
 
         Afterwards all is as before. A signal in `read` or `watch` ends the run, with a checkpoint.
         """

@@ -7,7 +7,6 @@ config = setup.rehearse(train, loss)                    # --find_batch_size, --d
 run = setup.start(train, fingerprint="...", total_steps=100)
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +39,7 @@ from shared.training import defaults, optim
 
 
 def _is_open(value: Any) -> bool:
-    """Whether a setting is not given: None, or 0 of a size; not False."""
+    """Whether the user left a setting open: None, or 0 of a size. False counts as given."""
     return not value and value is not False
 
 
@@ -52,7 +51,7 @@ class Setup:
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
-        strategy: makes another than the launch config asks for.
+        strategy: makes the Strategy, in place of the launch config's.
 
     Attributes:
         config: with what was chosen so far.
@@ -102,9 +101,8 @@ class Setup:
             named = config.checkpoint.resume_from_checkpoint
             self._before = on_main(partial(settings_of, self.dir, named))
 
-    def choose(self, reason: str, **values: Any) -> Any:
-        """Settle settings that the user left open, and return the config with them. The summary
-        says them.
+    def set_defaults(self, reason: str, **values: Any) -> Any:
+        """Set what the user left open, and return the config with it. The summary says it.
 
         A run that continues keeps those of its checkpoint, also on another number of processes.
 
@@ -193,12 +191,17 @@ class Setup:
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
-        self.choose(f"{steps:,} steps on a {self.device.type.upper()} device", torch_compile=saves)
+        self.set_defaults(
+            f"{steps:,} steps on a {self.device.type.upper()} device", torch_compile=saves
+        )
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None
-            with contextlib.suppress(*[ConfigError] * (asked is None)):
+            try:
                 how(self.accelerator.unwrap_model(model))
+            except ConfigError:
+                if asked:
+                    raise
         return self.config
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:

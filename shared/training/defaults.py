@@ -1,7 +1,7 @@
 """Settings that depend on model and data, for runs that give none: learning rates, batch and
 budget.
 
-A template hands them to `Setup.choose`, which leaves alone what the user gave and says in the
+A template hands them to `Setup.set_defaults`, which leaves alone what the user gave and says in the
 summary what it chose. docs/quality.md has the measurements behind the numbers.
 """
 

@@ -168,7 +168,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """The optimizers of a model's trainable parameters: one, or two for Muon with AdamW.
 
-    Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together
+    Weight decay applies to hidden matrices alone. Hand all of them to `Setup.prepare` together
     with the model.
 
     Raises:

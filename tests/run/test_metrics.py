@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,7 @@ def a_step(accelerator, state, loss, finite=True):
     """A step of 2 targets among 3 positions, done."""
     state.step += 1
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
-    window = SimpleNamespace(micro_batches=[batch], num_targets=2, indices=[[0]], sources={})
+    window = SimpleNamespace(micro_batches=[batch], num_targets=2, indices=np.array([[0]]), sources={})
     made = Step(Strategy(accelerator), [], window, number=state.step, rate=0.1, verdict=None)
     for _ in made.micro_batches():
         made.record(torch.tensor(loss))
@@ -88,7 +89,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
-    window.indices = [[0], [1]]
+    window.indices = np.array([[0], [1]])
     monkeypatch.setattr(step, "time", metrics.time)
 
     def batches():

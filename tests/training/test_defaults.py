@@ -59,18 +59,18 @@ def run_of(template: str, *argv: str) -> Setup:
 
 def test_only_what_was_left_open_is_chosen():
     own = run_of("lora_finetune", "--num_train_epochs", "2")
-    config = own.choose("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
+    config = own.set_defaults("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
     assert (config.optim.learning_rate, config.batch.global_batch_size) == (1e-3, 4)
     assert (config.batch.max_steps, config.batch.num_train_epochs) == (None, 2.0)  # a budget was given
-    assert own.choose("another reason", learning_rate=1e-5, global_batch_size=8) == config
+    assert own.set_defaults("another reason", learning_rate=1e-5, global_batch_size=8) == config
     assert own._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
 
 
 def test_an_optimizer_is_chosen_by_name_unless_one_was_given():
     own = run_of("pretrain")
-    assert own.choose("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
+    assert own.set_defaults("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
     assert own._chosen == ["optim muon, learning_rate 0.001 (random)"]
-    assert run_of("pretrain", "--optim", "sgd").choose("random", optim="muon").optim.optim == "sgd"
+    assert run_of("pretrain", "--optim", "sgd").set_defaults("random", optim="muon").optim.optim == "sgd"
 
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkey
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
 def test_any_budget_counts_as_given(given):
-    config = run_of("pretrain", *given).choose("the demo", max_steps=40)
+    config = run_of("pretrain", *given).set_defaults("the demo", max_steps=40)
     assert config.batch.max_steps != 40
 
 
