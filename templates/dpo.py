@@ -288,8 +288,8 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    end = data.held_out.samples.end
     title = "tuned on preferences"
+    end = data.held_out.end
     save_tuned(run, model, tokenizer, initial, title=title, about=data.about, end=end)
     both = run.state.before, run.state.results
     before, after = (

@@ -287,7 +287,7 @@ def main(config: Config) -> None:
     run.close(
         f"reward of answers to validation prompts {before:.3f} before, {after:.3f} after training",
         f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl, "
-        "answers.jsonl and config.yaml beside it",
+        "answers.jsonl, rollouts.jsonl and config.yaml beside it",
     )
 
 

@@ -116,7 +116,7 @@ class Rollouts:
         """
         for step in range(start, stop):
             number = step // self.sampling.updates
-            # read once
+            # later updates read no new prompts
             prompts = self.order.indices(number) if self.begins(step + 1) else np.zeros(0, np.int64)
             share = (self.share.rank, self.share.world_size, self.per_device)
             yield Window(
@@ -187,7 +187,7 @@ class Rollouts:
             ends=self.ends,
             draws=draws,
         )
-        found: dict[int, tuple[list[int], dict[str, float]]] = {}
+        rewarded: dict[int, tuple[list[int], dict[str, float]]] = {}
         for row, ids in answered:
             prompt, _, columns = rows[row]
             record = columns | {"prompt": self.tokenizer.decode(prompt)}
@@ -195,8 +195,8 @@ class Rollouts:
             parts = reward(text, record)
             if not all(map(math.isfinite, parts.values())):
                 raise ConfigError(f"the reward of {text!r} is not finite: {parts}")
-            found[row] = (ids, parts)
-        by_row = dict(gather_object(list(found.items())))
+            rewarded[row] = (ids, parts)
+        by_row = dict(gather_object(list(rewarded.items())))
         self.tensors["answers"].fill_(-1)
         for row, (ids, _) in by_row.items():
             self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
@@ -264,18 +264,18 @@ class Rollouts:
         prompts_of = []
         for numbers in batches(lengths.tolist(), self.per_device, self.share):
             rows = kept[numbers[numbers >= 0]]
-            collated = [self._row(prompts[row // options.group], answers[row]) for row in rows]
-            # a row without targets, where this rank has none
-            nothing = [self._row(prompts[0], np.full(1, -1))]
-            batch = collate_padded(collated or nothing, multiple_of=16)
-            each = counts[rows]
+            answered = [self._row(prompts[row // options.group], answers[row]) for row in rows]
+            # where this rank has none
+            without_targets = [self._row(prompts[0], np.full(1, -1))]
+            batch = collate_padded(answered or without_targets, multiple_of=16)
+            tokens_of_rows = counts[rows]
             of_targets = {
-                "advantages": np.repeat(advantages[rows], each),
-                "weights": np.repeat(of_answer[rows], each),
+                "advantages": np.repeat(advantages[rows], tokens_of_rows),
+                "weights": np.repeat(of_answer[rows], tokens_of_rows),
                 "old": self.tensors["old"].numpy()[rows][answers[rows] >= 0],
             }
             batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
-            batch["rows"] = torch.tensor(np.repeat(rows, each), dtype=torch.int64)
+            batch["rows"] = torch.tensor(np.repeat(rows, tokens_of_rows), dtype=torch.int64)
             prompts_of.append(indices[rows // options.group].tolist())
             made.append({name: value.to(self.share.device) for name, value in batch.items()})
         return made, tokens, prompts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -180,17 +180,12 @@ class Encoder:
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         chosen = turns[-1:] if self.loss_on == "completion" else turns
         wanted = [n for n in chosen if messages[n].get("weight", 1)]
-        messages = [
-            {key: value for key, value in turn.items() if key != "weight"} for turn in messages
-        ]
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []
-        try:
-            template = self._with_fixed_date(example.tools)
-            options: Any = {"tools": example.tools, "chat_template": template}
-            options |= example.template_options
+        with _refusals_named(where):
+            options = self._options(example)
             render: Any = partial(self._render, **options)
-            messages = _with_accepted_calls(messages, render)
+            messages = _for_template(messages, render)
             if self.marks_turns:
                 text, marked = self._render_marked(messages, **options)
             else:
@@ -199,10 +194,6 @@ class Encoder:
                 # it may refuse placeholders
                 with contextlib.suppress(*([Exception] if self.marks_turns else [])):
                     answers = find_answers(render, text, messages, wanted)
-        except Exception as error:  # jinja2's errors, and templates' own raise_exception
-            raise ConfigError(
-                f"{where}: the chat template refuses this conversation ({error})"
-            ) from None
         spans = [(answer.start, answer.stop) for answer in answers]
         learned = [text[start:stop] for start, stop in spans]  # of each wanted turn
         if self.loss_on == "all":
@@ -255,7 +246,8 @@ class Encoder:
             return {a.turn for a in found} - follow - {0}
 
         thinking: dict[int, bool] = {}  # with which --enable_thinking a turn would follow it
-        for value in (False, True) if unlike(answers) and "enable_thinking" in template else ():
+        can_think = "enable_thinking" in options["chat_template"]
+        for value in (False, True) if can_think and unlike(answers) else ():
             with contextlib.suppress(Exception):  # a template may refuse it
                 with_value = partial(render, enable_thinking=value)
                 found = find_answers(with_value, text, messages, wanted)
@@ -271,25 +263,22 @@ class Encoder:
         """The tokens of messages, up to where the next answer begins.
 
         Raises:
-            ConfigError: the chat template refuses the conversation.
+            ConfigError: the chat template refuses the conversation, or does not write its tools.
         """
-        messages = [
-            {key: value for key, value in message.items() if key != "weight"}
-            for message in example.messages or []
-        ]
-        try:
-            text = self._render(
-                messages,
-                tools=example.tools,
-                chat_template=self._with_fixed_date(example.tools),
-                add_generation_prompt=True,
-                **example.template_options,
-            )
-        except Exception as error:  # jinja2's errors, and templates' own raise_exception
-            raise ConfigError(
-                f"{where}: the chat template refuses this conversation ({error})"
-            ) from None
+        self._refuse_unwritten_tools(example, where)
+        with _refusals_named(where):
+            render = partial(self._render, **self._options(example))
+            messages = _for_template(example.messages or [], render)
+            text = render(messages=messages, add_generation_prompt=True)
         return self._tokens(text, [])[0]
+
+    def _options(self, example: Example) -> Any:
+        """What the chat template is rendered with, beside the messages."""
+        return {
+            "tools": example.tools,
+            "chat_template": self._with_fixed_date(example.tools),
+            **example.template_options,
+        }
 
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
@@ -377,13 +366,26 @@ def _is_written(word: str, text: str) -> bool:
     return any("".join(form.split()) in text for form in forms)
 
 
-def _with_accepted_calls(messages: Messages, render: Callable[..., Any]) -> Messages:
-    """The messages, with calls of tools in a form that the template writes.
+@contextlib.contextmanager
+def _refusals_named(where: str) -> Iterator[None]:
+    """Let an error of a chat template say of which record it is."""
+    try:
+        yield
+    except Exception as error:  # jinja2's errors, and templates' own raise_exception
+        raise ConfigError(
+            f"{where}: the chat template refuses this conversation ({error})"
+        ) from None
+
+
+def _for_template(messages: Messages, render: Callable[..., Any]) -> Messages:
+    """The messages without weights, which are for the loss, and with calls of tools in a form that
+    the template writes.
 
     Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A
     turn that calls a tool, and has no text, gets an empty or a null content if the template needs
     one.
     """
+    messages = [{key: turn[key] for key in turn if key != "weight"} for turn in messages]
     if not any(map(_called, messages)):
         return messages
     arguments = [function.get("arguments") for message in messages for function in _called(message)]

@@ -243,6 +243,8 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
         read({"task": "2 + 2 ="})
     with pytest.raises(ConfigError, match="--system_prompt needs a model with a chat template"):
         read({"prompt": "2 + 2 ="}, system_prompt="Think.")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: has tools, but the chat template does not write them"):
+        read({"prompt": [user], "tools": [{"name": "add", "parameters": {}}]})
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
