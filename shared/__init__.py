@@ -8,4 +8,4 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # W&B's own crash reports, to another company's server
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

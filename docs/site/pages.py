@@ -23,8 +23,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         files.append(
             File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8"))
         )
-    for picture in ROOT.glob("benchmarks/*.png"):
-        files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
+    for file in (*ROOT.glob("benchmarks/*.png"), ROOT / "docs/site/extra.css"):
+        files.append(File.generated(config, file.name, abs_src_path=str(file)))
     return files
 
 
@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return f"]({PurePosixPath(file).name})"
         return f"]({(config.repo_url or 'https://github.com').rstrip('/')}/blob/main/{file})"
 
+    # hidden from readers of the file, docstrings on the site
+    markdown = re.sub(r"<!-- (::: [\w.]+) -->", r"\1", markdown)
     # pictures for light and dark pages
     markdown = re.sub(r'((?:srcset|src)=")docs/', r"\1", markdown)
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)

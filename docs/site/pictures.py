@@ -1,5 +1,4 @@
-"""The README's pictures: what a run of each template leaves, drawn from real runs by default
-settings.
+"""Pictures of README and docs: what runs leave, drawn from real runs with default settings.
 
     python benchmarks/quality.py chats --make news  # model and data of lora_finetune.py's
     # runs what is missing there, 30 minutes on two cores
@@ -55,17 +54,9 @@ def run(template: str, folder: Path, news: Path) -> None:
     """
     if (folder / "exit.json").exists():
         return
-    often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(
-        template, ("2", "10")
-    )
-    how = (
-        "ddp.yaml --num_processes 2 --mixed_precision no"
-        if template == "pretrain_pipeline"
-        else "cpu.yaml"
-    )
-    command = (
-        f"accelerate launch --config_file accelerate_configs/{how} templates/{template}.py".split()
-    )
+    often = {"image_classification": ("4", "23")}.get(template, ("2", "10"))
+    command = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    command += [f"templates/{template}.py"]
     command += [
         "--output_dir",
         str(folder),
@@ -128,7 +119,7 @@ def loss(panel: Any, folder: Path, theme: Theme) -> None:
     curve(panel, folder, {"loss": "training", "eval_loss": "validation"}, theme, "loss")
 
 
-def written(panel: Any, parts: list[tuple[str, str, str]], limit: int = 62) -> None:
+def written(panel: Any, parts: list[tuple[str, str, str]], limit: int = 66) -> None:
     """Texts under each other: (heading, text, colour)."""
     panel.axis("off")
     y = 1.06
@@ -179,25 +170,15 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
         (name for name in said if name.startswith("model at step")),
         key=lambda name: int(name.split()[-1]),
     )
-    if "<|im_start|>" in said["prompt"]:  # of the news
-        heading = "a validation prompt"
-        said = {name: "\n".join(textwrap.wrap(text, 62)) for name, text in said.items()}
-        prompt = "\n".join(
-            textwrap.wrap(
-                re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip(), 62
-            )
-        )
-        first = said["model at step 0"]
-    else:
-        heading = "a validation prompt: write the docstring of"
-        prompt = said["prompt"].removeprefix("### User:\n").split("\n### Assistant:")[0].strip()
-        first = "\n".join(said["model at step 0"].splitlines()[:2]) + " ..."
+    said = {name: "\n".join(textwrap.wrap(text, 66)) for name, text in said.items()}
+    asked = re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip()
+    prompt = "\n".join(textwrap.wrap(asked, 66))
     written(
         right,
         [
-            (heading, "\n".join(prompt.splitlines()[:5]), theme.text),
+            ("a validation prompt", "\n".join(prompt.splitlines()[:5]), theme.text),
             ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
-            ("answer before training", first, theme.second),
+            ("answer before training", said["model at step 0"], theme.second),
             (
                 f"answer after {after.split()[-1]} steps",
                 "\n".join(said[after].splitlines()[:3]),
@@ -205,19 +186,6 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
             ),
         ],
     )
-
-
-def preferences(figure: Figure, folder: Path, theme: Theme) -> None:
-    left, right = figure.subplots(1, 2)
-    curve(
-        left,
-        folder,
-        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-        theme,
-        "rewards of the two answers",
-    )
-    curve(right, folder, {"eval_accuracy": ""}, theme, "validation pairs ranked rightly")
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
 def matrix(panel: Any, folder: Path, theme: Theme, counts: np.ndarray, names: list[str]) -> None:
@@ -257,14 +225,6 @@ def confusion(folder: Path) -> tuple[np.ndarray, list[str]]:
     return counts, names
 
 
-def texts(figure: Figure, folder: Path, theme: Theme) -> None:
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
-    loss(left, folder, theme)
-    curve(middle, folder, {"eval_accuracy": ""}, theme, "validation accuracy")
-    middle.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    matrix(right, folder, theme, *confusion(folder))
-
-
 def images(figure: Figure, folder: Path, theme: Theme) -> None:
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1, 1.1, 1))
     panel = left.subplots()
@@ -286,6 +246,39 @@ def sampled(folder: Path) -> list[str]:
     return [ast.literal_eval(line.strip()) for line in lines if line.startswith(("  '", '  "'))]
 
 
+def rewarded(figure: Figure, folder: Path, theme: Theme) -> None:
+    """The reward, and answers to the same validation prompts before and after."""
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    labels = {"reward": "sampled answers", "eval_reward": "validation"}
+    curve(left, folder, labels, theme, "mean reward of an answer")
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    said = [json.loads(line) for line in lines]
+    last = max(row["step"] for row in said)
+    before, after = ([row for row in said if row["step"] == step] for step in (0, last))
+    right.axis("off")
+    rows = [("a validation prompt", "before", f"after {last} steps", theme.faint)]
+    for old, new in list(zip(before, after, strict=True))[:9]:
+        is_right = new["scores"]["correct"] == 1
+        colour = theme.right if is_right else theme.second
+        rows.append((old["prompt"], repr(old["answer"]), repr(new["answer"]), colour))
+    for number, (prompt, old, new, colour) in enumerate(rows):
+        for x, text, shade in (
+            (0, prompt, theme.text),
+            (0.5, old, theme.faint),
+            (0.72, new, colour),
+        ):
+            right.text(
+                x,
+                0.98 - 0.1 * number,
+                text,
+                va="top",
+                transform=right.transAxes,
+                family="DejaVu Sans Mono",
+                fontsize=8,
+                color=shade if number else theme.faint,
+            )
+
+
 def pretraining(figure: Figure, folder: Path, theme: Theme) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
     loss(left, folder, theme)
@@ -301,39 +294,37 @@ def pretraining(figure: Figure, folder: Path, theme: Theme) -> None:
     )
 
 
-def pipeline(figure: Figure, folder: Path, theme: Theme) -> None:
-    left, right = figure.subplots(1, 2)
-    loss(left, folder, theme)
-    curve(right, folder, {"eval_bits_per_byte": ""}, theme, "validation bits per byte")
-
-
 DRAWN: dict[str, Callable[[Figure, Path, Theme], None]] = {
     "lora_finetune": conversation,
-    "full_finetune": conversation,
-    "dpo": preferences,
-    "text_classification": texts,
+    "grpo": rewarded,
     "pretrain": pretraining,
-    "pretrain_pipeline": pipeline,
     "image_classification": images,
 }
 
 
+def styled(theme: Theme) -> Any:
+    """A context in which figures have the theme's colours."""
+    return rc_context(
+        {
+            **dict.fromkeys(
+                ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page
+            ),
+            **dict.fromkeys(
+                ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
+                theme.text,
+            ),
+            "axes.edgecolor": theme.faint,
+            "grid.color": theme.faint,
+            "font.size": 8.5,
+            "axes.titlesize": 9,
+        }
+    )
+
+
 def draw(template: str, folder: Path, theme: Theme) -> None:
-    style: dict[str, Any] = {
-        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page),
-        **dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
-            theme.text,
-        ),
-        "axes.edgecolor": theme.faint,
-        "grid.color": theme.faint,
-        "font.size": 8.5,
-        "axes.titlesize": 9,
-    }
-    with rc_context(style):
+    with styled(theme):
         figure = Figure(figsize=(8.8, 2.7), layout="constrained")
         DRAWN[template](figure, folder, theme)
-        figure.suptitle(template, fontsize=10, fontweight="bold", x=0.005, ha="left")
         figure.savefig(OUT / f"{template}-{theme.name}.png", dpi=180, pil_kwargs={"optimize": True})
 
 

@@ -1,4 +1,4 @@
-"""Known bugs of other trainers, each with a reference computed plainly: see docs/known_bugs.md.
+"""Known bugs of other trainers, each with a reference computed plainly: see docs/internals/known_bugs.md.
 
 Only the last of the section on weights ever was here.
 """

@@ -1,4 +1,4 @@
-"""Resuming with other settings: see docs/known_bugs.md."""
+"""Resuming with other settings: see docs/internals/known_bugs.md."""
 
 import dataclasses
 import json
