@@ -247,36 +247,12 @@ def sampled(folder: Path) -> list[str]:
 
 
 def rewarded(figure: Figure, folder: Path, theme: Theme) -> None:
-    """The reward, and answers to the same validation prompts before and after."""
-    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    labels = {"reward": "sampled answers", "eval_reward": "validation"}
+    left, middle, right = figure.subplots(1, 3)
+    labels = {"reward": "sampled", "eval_reward": "validation"}
     curve(left, folder, labels, theme, "mean reward of an answer")
-    lines = (folder / "answers.jsonl").read_text().splitlines()
-    said = [json.loads(line) for line in lines]
-    last = max(row["step"] for row in said)
-    before, after = ([row for row in said if row["step"] == step] for step in (0, last))
-    right.axis("off")
-    rows = [("a validation prompt", "before", f"after {last} steps", theme.faint)]
-    for old, new in list(zip(before, after, strict=True))[:9]:
-        is_right = new["scores"]["correct"] == 1
-        colour = theme.right if is_right else theme.second
-        rows.append((old["prompt"], repr(old["answer"]), repr(new["answer"]), colour))
-    for number, (prompt, old, new, colour) in enumerate(rows):
-        for x, text, shade in (
-            (0, prompt, theme.text),
-            (0.5, old, theme.faint),
-            (0.72, new, colour),
-        ):
-            right.text(
-                x,
-                0.98 - 0.1 * number,
-                text,
-                va="top",
-                transform=right.transAxes,
-                family="DejaVu Sans Mono",
-                fontsize=8,
-                color=shade if number else theme.faint,
-            )
+    curve(middle, folder, {"eval_correct": ""}, theme, "right answers, validation")
+    middle.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    curve(right, folder, {"entropy": ""}, theme, "entropy of a token")
 
 
 def pretraining(figure: Figure, folder: Path, theme: Theme) -> None:
