@@ -29,6 +29,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "pictures"
+HELD_OUT = Path("evaluations/held-out")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def run(template: str, folder: Path, news: Path) -> None:
         "--eval_steps",
         often[1],
     ]
-    if template == "lora_finetune":
+    if template == "lora_finetune":  # as in docs/tutorial.md
         command[2:2] = ["--mixed_precision", "bf16"]
+        command += ["--num_train_epochs", "2", "--merge_adapter"]
         for flag, name in (
             ("model_name_or_path", "smollm2"),
             ("train_file", "train.jsonl"),
@@ -86,6 +88,10 @@ def run(template: str, folder: Path, news: Path) -> None:
     (folder / "output.txt").write_text(done.stdout)
     if done.returncode:
         raise SystemExit(done.stdout)
+    if template == "lora_finetune":
+        test = ["python", "-m", "shared", "evaluate", str(folder), "--eval_answers", "10"]
+        test += ["--test_file", str(news / "held-out.jsonl"), "--", *command[:7]]
+        subprocess.run(test, cwd=ROOT, check=True, env=pipes["env"])
 
 
 def points(folder: Path, key: str) -> tuple[list[int], list[float]]:
@@ -144,48 +150,27 @@ def written(panel: Any, parts: list[tuple[str, str, str]], limit: int = 66) -> N
         y -= 0.05
 
 
-def answers(folder: Path) -> dict[str, str]:
-    """The first prompt, its reference, and the model's answers before and after, from what the run
-    printed.
-    """
-    found: dict[str, list[str]] = {}
-    heading = ""
-    for line in (folder / "output.txt").read_text().splitlines():
-        if line.startswith("---"):
-            heading = line[3:].strip()
-            if heading in found:  # of a later prompt or evaluation
-                heading = ""
-            elif heading:
-                found[heading] = []
-        elif heading:
-            found[heading].append(line[2:])
-    return {name: "\n".join(lines).strip() for name, lines in found.items()}
-
-
 def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    """The loss, and the first two news items that nobody trained on, with the answers of base and
+    adapter.
+    """
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
     loss(left, folder, theme)
-    said = answers(folder)
-    after = max(
-        (name for name in said if name.startswith("model at step")),
-        key=lambda name: int(name.split()[-1]),
-    )
-    said = {name: "\n".join(textwrap.wrap(text, 66)) for name, text in said.items()}
-    asked = re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip()
-    prompt = "\n".join(textwrap.wrap(asked, 66))
-    written(
-        right,
-        [
-            ("a validation prompt", "\n".join(prompt.splitlines()[:5]), theme.text),
-            ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
-            ("answer before training", said["model at step 0"], theme.second),
-            (
-                f"answer after {after.split()[-1]} steps",
-                "\n".join(said[after].splitlines()[:3]),
-                theme.right,
-            ),
-        ],
-    )
+    answered = [
+        [json.loads(line) for line in (folder / path).read_text("utf-8").splitlines()]
+        for path in (HELD_OUT / "base/answers.jsonl", HELD_OUT / "final/answers.jsonl")
+    ]
+    parts = []
+    for base, tuned in list(zip(*answered, strict=True))[:2]:
+        asked = re.split(r"<\|im_start\|>user|<\|im_end\|>", base["prompt"])[2].strip()
+        item = asked.split("\n\n", 1)[1]
+        first = " ".join(base["answer"].split())
+        parts += [
+            ("", "\n".join(textwrap.wrap(item, 82)), theme.text),
+            ("before training", textwrap.shorten(first, 82, placeholder=" ..."), theme.second),
+            ("after training", tuned["answer"], theme.right),
+        ]
+    written(right, parts, limit=84)
 
 
 def matrix(panel: Any, folder: Path, theme: Theme, counts: np.ndarray, names: list[str]) -> None:
