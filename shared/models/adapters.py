@@ -78,6 +78,12 @@ def _quantisation(name: str, adapter: AdapterConfig) -> Any:
 
     config = from_hub(AutoConfig, name)
     given = getattr(config, "quantization_config", None)  # a checkpoint that is quantised already
+    if given and "bitsandbytes" not in str(given):
+        flag = "--load_in_4bit" if adapter.load_in_4bit else "--load_in_8bit"
+        raise ConfigError(
+            f"{name} is quantised already, as its config.json says: drop {flag}, or take a copy "
+            "of the model in 16 bits"
+        )
     if adapter.load_in_4bit and experts_of(config)[0] and not given:
         from shared.experts.quantised import ExpertsConfig
 
