@@ -153,6 +153,7 @@ def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_tea
     flags += ["--seq_length", 96, "--max_steps", 2, "--num_generations", 0, "--metric_for_best_model", "none"]
     alone = run("lora_finetune", tmp_path / "alone", *flags, "--packing", "off", "--global_batch_size", 8)
     flags += ["--packing", "on", "--global_batch_size", whole, "--per_device_train_batch_size", whole]
+    flags += ["--gradient_checkpointing", "full"]
     packed = run("lora_finetune", tmp_path / "packed", *flags, env={"PYTHONPATH": f"{ROOT}:{KERNELS}"})
     assert f"documents kept apart by {kernels} in recurrent layers, in others by" in packed.output
     assert "not installed" not in packed.output
