@@ -139,11 +139,9 @@ def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
     model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
-    return (
-        f"{used}: {type(model).__name__} has no sdpa"
-        if used == "eager" and not model._supports_sdpa
-        else used
-    )
+    if used == "eager" and not model._supports_sdpa:
+        return f"{used}: {type(model).__name__} has no sdpa"
+    return used
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:

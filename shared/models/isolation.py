@@ -41,8 +41,8 @@ def isolate_documents(
 
     A document must have the logits that it has alone, wherever it lies in a row and whatever lies
     before it. The rows are tried in each `Form` that the model may take; the one that works becomes
-    `model.row_form`. Layers that choose tokens for
-    sparse attention are not packed: a trial of few tokens, all of which they choose, shows nothing.
+    `model.row_form`. Layers that choose tokens for sparse attention are not packed: a trial of few
+    tokens, all of which they choose, shows nothing.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost
     grows with the square of the row length. It must give the same as the mask: results, gradients
@@ -123,7 +123,8 @@ class _Trial:
             return False
         settings = self.whole.config.get_text_config()
         is_flat = str(settings._attn_implementation).startswith("flash")
-        # Most layers of linear attention call the bounds as attention does, Kimi's as its kernel.
+        # Recurrent layers take the bounds by the name that attention has for them; Kimi's pass all
+        # names on to their kernel, which has another.
         for form in (Form(is_flat), Form(True, "cu_seq_lens_q"), Form(True, "cu_seqlens")):
             self.model.row_form = form
             try:

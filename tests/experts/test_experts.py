@@ -205,7 +205,7 @@ def test_a_model_that_is_quantised_already_is_not_quantised_again(tmp_path):
     make("gpt_oss", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"is quantised already.*: drop --load_in_4bit, or take a copy"):
+    with pytest.raises(ConfigError, match=r"is quantised already.*: drop --load_in_4bit or --load_in_8bit, or take a copy"):
         adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
 
 
