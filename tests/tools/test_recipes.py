@@ -89,6 +89,7 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     if gigabytes:  # the command takes the same from the file
         told = configs.parse(PlanConfig, ["--config", str(path)], only_known=True)
         assert bool(told.loss_type) == (template == "dpo") and told.load_in_4bit == given.get("load_in_4bit", False)
+        assert told.lora_experts == given.get("lora_experts", True)
         model = told.model_preset or told.config_name or told.model_name_or_path
         assert model in (given.get("model_preset"), given.get("config_name"), given.get("model_name_or_path"))
         assert (told.lora_r, told.seq_length, told.per_device_train_batch_size) == (
