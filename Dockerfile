@@ -56,6 +56,13 @@ RUN python3 -m venv /opt/venv \
     rm -f /opt/venv/lib/python*/site-packages/bitsandbytes/lib*[0-9].so; fi \
     && rm /tmp/*.txt
 
+# Kernels that pack recurrent layers (docs/data.md), compiled for this torch: --build-arg KERNELS="causal-conv1d==1.7.0
+# flash-linear-attention==0.6.0", with a BASE_IMAGE that has nvcc of torch's CUDA version.
+ARG KERNELS=""
+# hadolint ignore=DL3013,SC2086
+RUN if [ -n "${KERNELS}" ]; then pip install --no-cache-dir setuptools wheel ninja \
+    && pip install --no-cache-dir --no-build-isolation ${KERNELS}; fi
+
 # In place of `-e .` in requirements.txt.
 ENV PYTHONPATH=/workspace
 # The user below must be able to read everything, also files of a strict umask.

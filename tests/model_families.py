@@ -42,7 +42,9 @@ WINDOWS = ["sliding_attention", "full_attention"]
 HYBRID = ["linear_attention", "full_attention"]
 TEXT, VISION = "text_config", "vision_config"
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
+SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 GEMMA4 = {TEXT: {"layer_types": WINDOWS, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096}}
+GEMMA4[TEXT] |= {"enable_moe_block": True, "top_k_experts": 2}
 QWEN4: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_layer_ids": [1]}
 QWEN4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1, "indexer_n_heads": 16}
 QWEN4 |= {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4}
@@ -147,7 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "llama4": ("Llama4ForConditionalGeneration", {TEXT: {"no_rope_layers": [1, 0]}}, None),
     "lfm3_vl": ("Lfm3VlForConditionalGeneration", {TEXT: {"layer_types": ["conv", "full_attention"]}}, None),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", {}, None),
-    "step3p7": ("Step3p7ForConditionalGeneration", {}, None),
+    "step3p7": ("Step3p7ForConditionalGeneration", {TEXT: SPARSE}, None),
     "llava_onevision": ("LlavaOnevisionForConditionalGeneration", {}, None),
     "muse_glimmer": ("MuseGlimmerForConditionalGeneration", {}, None),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", {TEXT: {"first_k_dense_replace": 1}}, None),

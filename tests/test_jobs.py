@@ -453,7 +453,7 @@ def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
     notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
     (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --num_generations 0 --report_to none"
-    flags.source = f"FLAGS, RUN = '{small}', '{tmp_path / 'run'}'"
+    flags.source = f"LAUNCH, FLAGS, RUN = '', '{small}', '{tmp_path / 'run'}'"
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     said = "".join(output.get("text", "") for output in outputs)

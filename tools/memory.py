@@ -51,6 +51,7 @@ class Job:
     packed: bool = False  # several documents in a row, which takes a mask
     bf16_weights: bool = False  # trained weights, their gradients and moments in bf16
     eight_bits: bool = False  # moments in 8 bits
+    lora_experts: bool = True  # adapters on the fused weights of experts, too
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def _on_meta(job: Job) -> Any:
         freeze_outer_parts(model)
         use_launch_precision(model)
         if job.lora_r:
-            model = add_adapters(model, AdapterConfig(lora_r=job.lora_r))
+            model = add_adapters(
+                model, AdapterConfig(lora_r=job.lora_r, lora_experts=job.lora_experts)
+            )
     return model
 
 

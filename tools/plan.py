@@ -47,6 +47,8 @@ class PlanConfig:
     """As the launch config says."""
     lora_r: int = 0
     """Rank of LoRA adapters on all linear layers, rows being packed; 0: all weights are trained."""
+    lora_experts: bool = True
+    """Adapters on experts, too, as lora_finetune.py has them."""
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (with lora_r)."""
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -121,6 +123,7 @@ def main() -> None:
         packed=config.lora_r > 0 and not config.loss_type and not config.group_size,
         bf16_weights=config.weights_dtype == "bf16",
         eight_bits=config.optim == "adamw_8bit",
+        lora_experts=config.lora_experts,
     )
     print("measuring a few blocks on fake tensors, about a minute ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):

@@ -221,6 +221,7 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
         "--weights_dtype bf16": bf16_weights,
         "--optim adamw_8bit": config.optim == "adamw_8bit",
         f"--lora_r {config.lora_r}": config.lora_r,
+        "--no_lora_experts": not config.lora_experts,
         "--load_in_4bit": config.load_in_4bit,
         f"--seq_length {config.seq_length}": True,
         f"--per_device_train_batch_size {config.per_device_train_batch_size}": True,

@@ -78,6 +78,11 @@ def _quantisation(name: str, adapter: AdapterConfig) -> Any:
 
     config = from_hub(AutoConfig, name)
     given = getattr(config, "quantization_config", None)  # a checkpoint that is quantised already
+    if given and "bitsandbytes" not in str(given):
+        raise ConfigError(
+            f"{name} is quantised already, as its config.json says: drop --load_in_4bit or "
+            "--load_in_8bit, or take a copy of the model in 16 bits"
+        )
     if adapter.load_in_4bit and experts_of(config)[0] and not given:
         from shared.experts.quantised import ExpertsConfig
 
@@ -240,7 +245,8 @@ def merge(
     """
     # one rank is here
     base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)
-    base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
+    if adapter.load_in_4bit or adapter.load_in_8bit:
+        base = base.dequantize()
     return merge_into(base, adapter_folder)
 
 

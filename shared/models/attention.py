@@ -35,6 +35,8 @@ HARMLESS = {
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    "cu_seqlens",
+    "seq_idx",
 }
 # Names of attention dropout in model configs
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -100,7 +102,7 @@ class Form(NamedTuple):
     `isolation.isolate_documents`."""
 
     flat: bool = False  # all in one row
-    bounds: bool = False  # with the bounds of documents, for kernels of recurrent layers
+    bounds: str = ""  # of documents, for kernels of recurrent layers: the argument that takes them
     by_kernel: bool = False  # attention takes `cu_seqlens` in place of a mask
 
 
@@ -128,7 +130,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
         cu_seqlens = batch["cu_seqlens"] if form.by_kernel else None
         mask = row_mask(positions, positions, cu_seqlens)
         if form.bounds:
-            inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
+            inputs[form.bounds] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(positions).int()
     return model(**inputs, attention_mask=mask, use_cache=False)
 
@@ -137,11 +139,9 @@ def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
     model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
-    return (
-        f"{used}: {type(model).__name__} has no sdpa"
-        if used == "eager" and not model._supports_sdpa
-        else used
-    )
+    if used == "eager" and not model._supports_sdpa:
+        return f"{used}: {type(model).__name__} has no sdpa"
+    return used
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:

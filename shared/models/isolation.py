@@ -2,6 +2,7 @@
 that keeps them apart."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ MAX_ERROR = 0.02
 # Relative, of logits in fp32: the same to the last digits if positions restart with a document.
 FP32_ERROR = 0.002
 
+# Packages that transformers imports with the models that they are for
+RECURRENT_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+
 # query heads, key and value heads, query size, value size, compute dtype
 Heads = tuple[int, int, int, int, torch.dtype]
 
@@ -37,8 +41,8 @@ def isolate_documents(
 
     A document must have the logits that it has alone, wherever it lies in a row and whatever lies
     before it. The rows are tried in each `Form` that the model may take; the one that works becomes
-    `model.row_form`. Layers that choose tokens for
-    sparse attention are not packed: a trial of few tokens, all of which they choose, shows nothing.
+    `model.row_form`. Layers that choose tokens for sparse attention are not packed: a trial of few
+    tokens, all of which they choose, shows nothing.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost
     grows with the square of the row length. It must give the same as the mask: results, gradients
@@ -66,16 +70,20 @@ def isolate_documents(
                 f"{why}: use --packing auto or off (in pretraining, drop --isolate_documents)"
             )
         return False, f"off: {why}"
+    apart = "documents kept apart by "
+    if model.row_form.bounds:
+        kernels = [name for name in RECURRENT_KERNELS if name in sys.modules]
+        apart += f"{', '.join(kernels)} in recurrent layers, in others by "
     if not trial.heads:
-        return True, "documents kept apart by the model's own attention"
+        return True, f"{apart}the model's own attention"
     kernel = find_kernel(device)
     if kernel is None:
-        return True, "documents kept apart by an attention mask"
+        return True, f"{apart}an attention mask"
     # The kernel has to work on all ranks, because they run the forward together.
     reasons = gather_object([_why_not(kernel, trial.heads, device)])
     if why := next(filter(None, reasons), "") or trial.why_not_by(kernel):
-        return True, f"documents kept apart by an attention mask: {why}"
-    return True, "documents kept apart by attention of variable lengths, without a mask"
+        return True, f"{apart}an attention mask: {why}"
+    return True, f"{apart}attention of variable lengths, without a mask"
 
 
 class _Trial:
@@ -115,8 +123,10 @@ class _Trial:
             return False
         settings = self.whole.config.get_text_config()
         is_flat = str(settings._attn_implementation).startswith("flash")
-        for flat, bounds in ((is_flat, False), (True, True)):
-            self.model.row_form = Form(flat, bounds)
+        # Recurrent layers take the bounds by the name that attention has for them; Kimi's pass all
+        # names on to their kernel, which has another.
+        for form in (Form(is_flat), Form(True, "cu_seq_lens_q"), Form(True, "cu_seqlens")):
+            self.model.row_form = form
             try:
                 if self._is_apart():
                     return True
@@ -124,7 +134,8 @@ class _Trial:
                 end_step(self.model)
                 if is_out_of_memory(error):
                     raise
-                self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
+                if isinstance(error, ValueError):  # transformers names the package that is missing
+                    self.hint = f": {first_line(error)}"
         if not self.hint and any(
             isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
         ):

@@ -88,8 +88,8 @@ def start(
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
     group: dict[str, Any] = {"timeout": wait}
-    on_gpus = "LOCAL_RANK" in os.environ and not on_cpu and torch.cuda.is_available()
-    if on_gpus and not ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
+    of_several = "LOCAL_RANK" in os.environ and not ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
+    if of_several and not on_cpu and torch.cuda.is_available():
         # objects go through gloo: NCCL would take memory of the GPUs for them
         group["backend"] = "cuda:nccl,cpu:gloo"
     accelerator = Accelerator(
@@ -104,15 +104,14 @@ def start(
             *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
         ],
     )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.mixed_precision_policy is not None:
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if policy := getattr(plugin, "mixed_precision_policy", None):
         # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to
         # 16 bits.
-        policy = dataclasses.replace(
-            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        plugin.mixed_precision_policy = dataclasses.replace(
+            policy, reduce_dtype=torch.float32, output_dtype=None
         )
-        plugin.mixed_precision_policy = policy
-    if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+    if rehearsal and plugin and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if is_deepspeed:
@@ -124,6 +123,10 @@ def start(
             f"{world_size} processes were launched but Accelerate sees "
             f"{accelerator.num_processes}: "
             "start with `accelerate launch --config_file accelerate_configs/...`"
+        )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise ConfigError(
+            "fp16 needs a GPU, and none is in use: launch on one, or with `--mixed_precision no`"
         )
     if accelerator.device.type == "cuda":
         # TF32 where fp32 is asked for; but models of older versions compute angles of positions by

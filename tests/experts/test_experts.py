@@ -17,11 +17,12 @@ from shared.experts.products import NAME, use_launch_precision
 from shared.models import adapters
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
 from tests.conftest import run, sentence, slow
 from tests.model_families import make
 
 IDS = torch.arange(5, 45)[None] * 7
-FUSED = ["qwen3_moe", "gpt_oss", "nemotron_h", *map(slow, ("mixtral", "glm4_moe", "granitemoe", "minimax_m3_vl"))]
+FUSED = ["qwen3_moe", "gpt_oss", "nemotron_h", *map(slow, ("mixtral", "glm4_moe", "granitemoe", "gemma4", "minimax_m3_vl"))]
 QLORA = AdapterConfig(lora_r=4, lora_alpha=8, load_in_4bit=True)
 
 
@@ -64,7 +65,7 @@ def test_products_are_those_of_transformers_in_the_precision_of_the_launch(tmp_p
     with torch.autocast("cpu", torch.bfloat16), Products() as products:
         rounded = loss_and_gradients(model)
     assert {dtype for _, dtype in products.count} == {torch.bfloat16}
-    assert rounded[0] == pytest.approx(wanted[0], rel=2e-3)
+    assert rounded[0] == pytest.approx(wanted[0], rel=4e-3)
     assert all(gradient.dtype == torch.float32 for gradient in rounded[1].values())
     layers = [name for name, _ in model.named_modules() if name.endswith(".experts")]
     assert products.count.total() >= 6 * sum(hasattr(model.get_submodule(name), "down_proj") for name in layers)
@@ -191,9 +192,33 @@ def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
     assert 0 < largest.numbers <= layer
 
 
-@pytest.mark.parametrize("config", ["fsdp2", slow("ddp")])
-def test_qlora_of_experts_on_two_processes_is_that_of_one_and_goes_on_after_a_kill(tmp_path, config):
-    make("qwen3_moe", tmp_path / "base")
+@pytest.mark.parametrize("family", ["step3p7", slow("llama4"), slow("longcat_flash")])
+def test_experts_that_4_bits_leave_out_are_counted(tmp_path, family, capsys):
+    whole = make(family, tmp_path).from_pretrained(tmp_path)
+    fused = sum(p.numel() for name, p in whole.named_parameters() if ".experts." in name and p.ndim == 3)
+    base = adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+    adapters.add_adapters(base, QLORA)
+    assert f"the fused experts, {fused:,} parameters, stay in 16 bits: no option quantises them" in capsys.readouterr().err
+
+
+def test_a_model_that_is_quantised_already_is_not_quantised_again(tmp_path):
+    make("gpt_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"is quantised already.*: drop --load_in_4bit or --load_in_8bit, or take a copy"):
+        adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+
+
+RESUMED = [
+    ("qwen3_moe", "fsdp2"),
+    slow("qwen3_moe", "ddp"),
+    *(slow(f, "fsdp2") for f in ("gpt_oss", "glm4_moe", "deepseek_v3")),
+]
+
+
+@pytest.mark.parametrize(("family", "config"), RESUMED)
+def test_qlora_of_experts_on_two_processes_is_that_of_one_and_goes_on_after_a_kill(tmp_path, family, config):
+    make(family, tmp_path / "base")
     rng = random.Random(3)
     rows = [{"instruction": sentence(rng, 3), "output": sentence(rng, 4 * (i + 1))} for i in range(8)]
     data = tmp_path / "rows.jsonl"

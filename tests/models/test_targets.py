@@ -1,25 +1,29 @@
 """Which class loads a checkpoint, what carries adapters, and recurrent layers that keep packed documents apart."""
 
-from itertools import pairwise
+import json
+import random
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from peft import PeftModel
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from shared.models import isolation
 from shared.models.adapters import add_adapters
 from shared.models.loading import class_of, load_causal_lm, outer_parts
-from shared.models.loss import causal_lm_loss
 from shared.models.options import AdapterConfig
 from shared.models.targets import describe, find_targets
 from shared.process.errors import ConfigError
-from shared.text.packing import collate_packed, collate_padded
+from shared.text import chat
+from shared.text.options import ChatConfig
+from shared.text.packing import Packed
+from tests.conftest import ROOT, run, sentence, slow
 from tests.model_families import make
 
 QKVO = "k_proj o_proj q_proj v_proj"
 CPU = torch.device("cpu")
+KERNELS = Path(__file__).parent / "kernels"
 
 
 @pytest.fixture(scope="module")
@@ -108,46 +112,51 @@ def test_parameters_can_be_named(checkpoint):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
 
 
-def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(checkpoint, monkeypatch):
-    """Stand-ins for the kernels: each document by itself. Packed rows then give what the documents give alone."""
+def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
     model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
     apart, why = isolation.isolate_documents(model, CPU, 1000, 2)
     assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
     with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):
         isolation.isolate_documents(model, CPU, 1000, 2, required=True)
 
-    convolve, recur = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
-    def convolve_each(states, *arguments, seq_idx=None, **named):
-        named.pop("cu_seq_lens_q", None)
-        if seq_idx is None:
-            return convolve(states, *arguments, **named)
-        ends = [0, *(torch.diff(seq_idx[0]).nonzero().flatten() + 1).tolist(), states.shape[2]]
-        return torch.cat([convolve(states[..., a:b], *arguments, **named) for a, b in pairwise(ends)], 2)
+FLA, CONV, MAMBA = "causal_conv1d, fla", "causal_conv1d", "causal_conv1d, mamba_ssm"
+ONE_GROUP = {"mamba_n_groups": 1}  # as in their checkpoints: mamba_ssm norms each group, these models all of them
+PACKED_BY = {
+    "qwen3_5": (FLA, {}),
+    "nemotron_h": (MAMBA, {}),
+    "lfm2": (CONV, {}),
+    "kimi_linear": (FLA, {}),
+    "qwen3_next": (FLA, {}),
+    "qwen3_5_moe": (FLA, {}),
+    "olmo_hybrid": (FLA, {}),
+    "lfm2_moe": (CONV, {}),
+    "bamba": (MAMBA, ONE_GROUP),
+    "falcon_h1": (MAMBA, ONE_GROUP),
+    "granitemoehybrid": (MAMBA, ONE_GROUP),
+}
 
-    def recur_each(*states, g, beta, cu_seqlens=None, **named):
-        named.pop("seq_idx", None)
-        if cu_seqlens is None:
-            return recur(*states, g=g, beta=beta, **named)
-        assert len(g) == 1  # as the kernels want it
-        parts = [slice(a, b) for a, b in pairwise(cu_seqlens.tolist())]
-        found = [recur(*(s[:, p] for s in states), g=g[:, p], beta=beta[:, p], **named)[0] for p in parts]
-        return torch.cat(found, 1), None
 
-    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve_each)
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur_each)
-    assert isolation.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
-    assert model.row_form.flat and model.row_form.bounds
-
-    generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(8, 1000, (length + 1,), generator=generator).numpy() for length in (70, 9, 30, 5)]
-    rows = [{"input_ids": ids[:-1], "labels": ids[1:]} for ids in documents]
-
-    def pack(some):
-        lengths = [range(len(row["labels"])) for row in some]
-        joined = {key: torch.cat([torch.from_numpy(row[key]) for row in some]).numpy() for key in ("input_ids", "labels")}
-        return joined | {"position_ids": torch.tensor([i for places in lengths for i in places]).numpy()}
-
-    packed = causal_lm_loss(model, collate_packed([pack(rows[:2]), pack(rows[2:])]))
-    alone = sum(causal_lm_loss(model, collate_padded([row])) for row in rows)
-    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("family", [name if name == "qwen3_5" else slow(name) for name in PACKED_BY])
+def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_teach(tmp_path, family):
+    """Kernels: stand-ins with the arguments of the real ones. Alone, transformers computes the layers without them."""
+    kernels, changes = PACKED_BY[family]
+    make(family, tmp_path / "base", **changes)
+    rng = random.Random(3)
+    rows = [{"instruction": sentence(rng, 3), "output": sentence(rng, 4 * (i + 1))} for i in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    config = ChatConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=96)
+    whole = len(Packed(chat.open_samples(config, tokenizer)[0], 96))
+    flags = ["--model_name_or_path", tmp_path / "base", "--train_file", file, "--validation_file", file]
+    flags += ["--seq_length", 96, "--max_steps", 2, "--num_generations", 0, "--metric_for_best_model", "none"]
+    alone = run("lora_finetune", tmp_path / "alone", *flags, "--packing", "off", "--global_batch_size", 8)
+    flags += ["--packing", "on", "--global_batch_size", whole, "--per_device_train_batch_size", whole]
+    flags += ["--gradient_checkpointing", "full"]
+    packed = run("lora_finetune", tmp_path / "packed", *flags, env={"PYTHONPATH": f"{ROOT}:{KERNELS}"})
+    assert f"documents kept apart by {kernels} in recurrent layers, in others by" in packed.output
+    assert "not installed" not in packed.output
+    assert packed.losses == pytest.approx(alone.losses, rel=1e-4)
+    for name, value in packed.weights().items():  # AdamW's first steps have the size of the rate, however small a gradient
+        assert (value - alone.weights()[name]).norm() <= 0.05 * value.norm(), name

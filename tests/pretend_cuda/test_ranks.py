@@ -100,11 +100,13 @@ def test_other_paths_train_and_resume(on_cuda, flags, tmp_path, config, precisio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "config"), [(1, "single_gpu"), (2, "fsdp2")])
-def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model, tmp_path, processes, config):
+@pytest.mark.parametrize(
+    ("processes", "config", "precision"), [(1, "single_gpu", "bf16"), (1, "single_gpu", "fp16"), (2, "fsdp2", "bf16")]
+)
+def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model, tmp_path, processes, config, precision):
     flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
     flags += ["--load_in_4bit", "--max_steps", 3, "--global_batch_size", 4, "--logging_steps", 1]
-    made = on_cuda("lora_finetune", tmp_path / "run", *flags, processes=processes, config=config, precision="bf16")
+    made = on_cuda("lora_finetune", tmp_path / "run", *flags, processes=processes, config=config, precision=precision)
     assert "attention of variable lengths, without a mask" in made.output
     assert all(0 < loss < 20 for loss in made.losses.values()) and (made.folder / "final").exists()
 

@@ -47,7 +47,8 @@ def planned(path):
     rows = given["per_device_train_batch_size"] * (2 if template == "dpo" else 1)
     length = given["seq_length"] + (given["max_new_tokens"] if template == "grpo" else 0)
     shape = (AutoConfig.for_model(**facts), rows, length, True, lora, given.get("load_in_4bit", False))
-    job = memory.Job(*shape, packed=lora > 0 and template != "grpo")
+    packed, experts = lora > 0 and template != "grpo", given.get("lora_experts", True)
+    job = memory.Job(*shape, packed=packed, lora_experts=experts)
     rows = {name: peak for name, _, peak in memory.plan(job, processes)}
     return rows[config.removeprefix("multi_node_")].total(str(given.get("gradient_checkpointing", "none"))) / 1e9
 
@@ -88,6 +89,7 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     if gigabytes:  # the command takes the same from the file
         told = configs.parse(PlanConfig, ["--config", str(path)], only_known=True)
         assert bool(told.loss_type) == (template == "dpo") and told.load_in_4bit == given.get("load_in_4bit", False)
+        assert told.lora_experts == given.get("lora_experts", True)
         model = told.model_preset or told.config_name or told.model_name_or_path
         assert model in (given.get("model_preset"), given.get("config_name"), given.get("model_name_or_path"))
         assert (told.lora_r, told.seq_length, told.per_device_train_batch_size) == (
@@ -97,7 +99,7 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
 
 
 FAMILY = {"meta-llama": "llama", "runs": "llama", "Qwen": "qwen3", "google/gemma": "gemma3", "openai-community": "gpt2"}
-FAMILY = {"Qwen/Qwen2.5": "qwen2"} | FAMILY
+FAMILY = {"Qwen/Qwen2.5": "qwen2", "Qwen/Qwen3-30B-A3B": "qwen3_moe", "unsloth/gpt-oss": "gpt_oss"} | FAMILY
 FAMILY |= {"google/vit": "vit", "microsoft/resnet": "resnet", "facebook/convnext": "convnext", "answerdotai": "modernbert"}
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, "dataloader_num_workers": 0}
 TEXT = {"seq_length": 64, "eval_samples": 4}
