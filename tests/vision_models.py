@@ -1,6 +1,6 @@
 """Checkpoints of model families that see images: small random weights, a processor and a chat template.
 
-    make("qwen2_5_vl", folder)  # loads as the Hub's do: AutoProcessor, the class in `architectures`
+make("qwen2_5_vl", folder)  # loads as the Hub's do: AutoProcessor, the class in `architectures`
 """
 
 from collections.abc import Callable
@@ -165,7 +165,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
         _llama4,
         "<|image|>",
         {"image_token_id": "<|patch|>", "_": "<|image|>", "__": "<|image_start|>", "___": "<|image_end|>"},
-        {},
+        {"vision_config": {"intermediate_size": 128}},
     ),
 }
 
@@ -191,14 +191,14 @@ def make(family: str, folder: Path) -> type:
         ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image_soft_token>")}
         ids |= {"boi_token_index": tokenizer.boi_token_id, "eoi_token_index": tokenizer.eoi_token_id}
     config = AutoConfig.from_pretrained(folder)
-    for name, value in {**ids, **{k: v for k, v in changes.items() if k != "text_config"}}.items():
-        setattr(config, name, value)
+    for name, value in (ids | changes).items():
+        of = getattr(config, name) if isinstance(value, dict) else config
+        for key, part in value.items() if isinstance(value, dict) else [(name, value)]:
+            setattr(of, key, part)
     if "image_token_id" in ids:
         config.image_token_index = ids["image_token_id"]
     text = config.get_text_config()
     text.vocab_size = len(tokenizer)
-    for name, value in changes.get("text_config", {}).items():
-        setattr(text, name, value)
     transformers.set_seed(model_families.SEED)
     model = model_class(config)
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)

@@ -91,5 +91,3 @@ def _parts(content: str) -> list[dict[str, str]]:
         parts += [{"type": "image"}] * bool(number)
         parts += [{"type": "text", "text": text}] * bool(text)
     return parts
-
-

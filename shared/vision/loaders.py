@@ -26,9 +26,7 @@ def read_conversations(
 
         processor = ImageProcessor(config.model_name_or_path, tokenizer)
         kind = partial(ToImageSamples, processor=processor, vision=config.vision)
-    return loaders.read_conversations(
-        config.data, tokenizer, demo_samples=demo_samples, kind=kind
-    )
+    return loaders.read_conversations(config.data, tokenizer, demo_samples=demo_samples, kind=kind)
 
 
 def see_images(options: ChatConfig) -> bool:

@@ -69,7 +69,9 @@ def find(said: Any, where: str, config: VisionConfig) -> Picture:
 def _inside(name: str, where: str) -> Path:
     file = Path(PLACE.sub("", where))
     if not file.is_file():
-        raise ConfigError(f"{where}: the image {name!r} is named by a path, but not in a local file")
+        raise ConfigError(
+            f"{where}: the image {name!r} is named by a path, but not in a local file"
+        )
     folder = file.parent.resolve()
     path = (folder / name).resolve()
     if not path.is_relative_to(folder):
