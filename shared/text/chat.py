@@ -20,7 +20,7 @@ from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
-from shared.process.printing import note
+from shared.process.printing import collapsed, note
 from shared.text.encoder import Encoder
 from shared.text.forms import (
     parse_json_messages,
@@ -283,6 +283,10 @@ class Conversations(Split):
         """A batch of rows, see `packing.collate_padded`."""
         return collate_padded(rows, **padding)
 
+    def images_of(self, chosen: Sequence[int]) -> Any:
+        """The images of the prompts of some samples, for `answers.answer`."""
+        return None
+
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the last learned turn, the ids of that turn, the columns of the record that
         are not learned): what to give the model, and what to compare with.
@@ -417,7 +421,7 @@ def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: in
         learned = np.append(False, learned[1:])
         parts = []
         for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
-            text = str(tokenizer.decode(ids[run].tolist()))
+            text = collapsed(tokenizer.decode(ids[run].tolist()))
             parts.append(f"⟦{text}⟧" if learned[run[0]] else text)
         texts.append("".join(parts))
     return "\n".join(texts)

@@ -26,6 +26,7 @@ from shared.vision.forms import IMAGE, in_parts, take_images
 from shared.vision.options import VisionConfig
 from shared.vision.pictures import Picture, find, open_picture, shrunk
 from shared.vision.processing import SMALL, ImageProcessor
+from shared.vision.prompts import PromptImages
 
 
 class ImageEncoder(Encoder):
@@ -220,6 +221,9 @@ class ImageConversations(Conversations):
             except BadImage as error:
                 raise ConfigError(f"{picture.path}: {error}") from None
         return images
+
+    def images_of(self, chosen: Sequence[int]) -> PromptImages:
+        return PromptImages(self, chosen)
 
     def __getitem__(self, index: int) -> Row:
         return {**super().__getitem__(index), "images": self.images(index)}

@@ -1,5 +1,6 @@
 """What a model's own processor makes of images: tokens in the text, and pixels for the model."""
 
+import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -27,6 +28,8 @@ class ImageProcessor:
         from transformers import AutoProcessor
 
         self.name = name
+        # Processors tokenise in the workers, too, where the threads of a tokenizer would be missing
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.processor = from_hub(AutoProcessor, name)
         self.tokenizer = tokenizer
         self.mark = getattr(self.processor, "image_token", None)

@@ -3,8 +3,6 @@
 The references are plain transformers: the processor's own chat template, and the model's forward pass.
 """
 
-import base64
-import io
 import json
 import random
 from functools import partial
@@ -21,11 +19,9 @@ from shared.data.order import IGNORED
 from shared.models.loading import load_causal_lm
 from shared.models.loss import causal_lm_loss
 from shared.models.tokenizers import load_tokenizer
-from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
-from shared.vision.conversations import ImageConversations, ToImageSamples
-from shared.vision.loaders import see_images
+from shared.vision.conversations import ToImageSamples
 from shared.vision.options import VisionConfig
 from shared.vision.processing import ImageProcessor
 from tests.conftest import run, slow
@@ -85,8 +81,8 @@ def many(tmp_path_factory):
         names = [f"images/{number}-{i}.png" for i in range((1, 0, 2, 0, 0, 1)[number % 6])]
         for name in names:
             noise(folder / name, rng.randint(20, 90), rng.randint(20, 90), number)
-        question = " ".join(rng.choices("what is red green small large".split(), k=rng.randint(1, 9)))
-        answer = " ".join(rng.choices("a picture of noise and more".split(), k=rng.randint(1, 12)))
+        question = f"{number} " + " ".join(rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9)))
+        answer = " ".join(rng.choices(["a", "picture", "of", "noise", "and", "more"], k=rng.randint(1, 12)))
         records.append({"messages": [turn("user", *map(picture, names), question), turn("assistant", answer)]})
     return write(folder / "many.jsonl", records)
 
@@ -180,3 +176,36 @@ def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, co
     for step, loss in one_process.losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-5)
     assert result.last("eval_loss") == pytest.approx(one_process.last("eval_loss"), rel=1e-5)
+
+
+def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, many, tmp_path):
+    """Two ranks answer prompts with and without images; final/ loads with its processor, `ask` takes an image."""
+    base = models("qwen2_5_vl")
+    flags = (*BASE, "--train_file", many, "--validation_file", many, "--model_name_or_path", base)
+    flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3)
+    result = run("lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2")
+    print(result.output)
+    rows = [json.loads(line) for line in (result.folder / "answers.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] == 2]
+    assert len(rows) == 5 and (result.folder / "answers.png").stat().st_size > 10_000
+    processor = AutoProcessor.from_pretrained(result.folder / "final")
+    merged = AutoProcessor.from_pretrained(result.folder / "merged")
+    assert merged.to_dict() == processor.to_dict() == AutoProcessor.from_pretrained(base).to_dict()
+    model = load_causal_lm(str(result.folder / "merged"), attn_implementation="auto", dtype=torch.float32).eval()
+    records = [json.loads(line)["messages"] for line in many.read_text().splitlines()]
+    for row in rows:
+        question = row["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0].split("<|vision_end|>")[-1]
+        (messages,) = [m for m in records if m[0]["content"][-1]["text"] == question]
+        parts = [p if p["type"] == "text" else {"type": "image", "image": Image.open(many.parent / p["path"])}
+                 for p in messages[0]["content"]]  # fmt: skip
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=[0, end], pad_token_id=0)
+        text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        assert row["answer"] == text
