@@ -278,6 +278,7 @@ class Conversations(Split):
         return int(self.targets[indices].sum())
 
     why_not_packed = ""
+    workers = 0  # processes that read samples, if the run names none
 
     def collate(self, rows: list[Row], **padding: Any) -> Batch:
         """A batch of rows, see `packing.collate_padded`."""

@@ -117,13 +117,15 @@ def build_loaders(
     )
     share = sharding.share(accelerator)
     size = batch.per_device_eval_batch_size
-    workers = batch.dataloader_num_workers
+    workers = batch.dataloader_num_workers or train.workers
     loader = Loader(
         rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
     padded = partial(held_out.collate, multiple_of=64, at_most=options.seq_length)
-    validation = Loader(chosen, padded, eval_order, share, per_device=size)
+    validation = Loader(
+        chosen, padded, eval_order, share, per_device=size, num_workers=held_out.workers
+    )
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

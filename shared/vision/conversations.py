@@ -190,6 +190,7 @@ class ImageConversations(Conversations):
         stand_in: [tokens], of one small image.
     """
 
+    workers = 2  # decoding and resizing take longer than a step of a small model
     why_not_packed = "conversations with images are not packed"
 
     def __init__(

@@ -3,6 +3,8 @@
 The references are plain transformers: the processor's own chat template, and the model's forward pass.
 """
 
+import base64
+import io
 import json
 import random
 from functools import partial
@@ -19,9 +21,11 @@ from shared.data.order import IGNORED
 from shared.models.loading import load_causal_lm
 from shared.models.loss import causal_lm_loss
 from shared.models.tokenizers import load_tokenizer
+from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
 from shared.vision.conversations import ToImageSamples
+from shared.vision.loaders import see_images
 from shared.vision.options import VisionConfig
 from shared.vision.processing import ImageProcessor
 from tests.conftest import run, slow
@@ -81,7 +85,9 @@ def many(tmp_path_factory):
         names = [f"images/{number}-{i}.png" for i in range((1, 0, 2, 0, 0, 1)[number % 6])]
         for name in names:
             noise(folder / name, rng.randint(20, 90), rng.randint(20, 90), number)
-        question = f"{number} " + " ".join(rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9)))
+        question = f"{number} " + " ".join(
+            rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9))
+        )
         answer = " ".join(rng.choices(["a", "picture", "of", "noise", "and", "more"], k=rng.randint(1, 12)))
         records.append({"messages": [turn("user", *map(picture, names), question), turn("assistant", answer)]})
     return write(folder / "many.jsonl", records)
@@ -209,3 +215,128 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
         found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=[0, end], pad_token_id=0)
         text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
         assert row["answer"] == text
+
+
+def png(width=40, height=30) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((height, width, 3), 9, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+ANSWER = turn("assistant", "Grey.")
+COLOUR = "Which colour?"
+
+
+def asks(*parts):
+    return {"messages": [turn("user", *parts), ANSWER]}
+
+
+IN_TEXT = [{"role": "user", "content": f"<image>{COLOUR}"}, {"role": "assistant", "content": "Grey."}]
+
+
+def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
+    """Parts, OpenAI's image_url, columns with marks, ShareGPT, Alpaca, bytes in Parquet, data: URLs."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = models("qwen2_5_vl")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(png())
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    as_bytes = {"bytes": png(), "path": None}
+    records = {
+        "path": asks(picture("a/x.png"), COLOUR),
+        "absolute": asks(picture(str(tmp_path / "a/x.png")), COLOUR),
+        "image_url": asks({"type": "image_url", "image_url": {"url": url}}, COLOUR),
+        "next of the column": {"images": ["a/x.png"], "messages": [turn("user", {"type": "image"}, COLOUR), ANSWER]},
+        "column": {"image": "a/x.png", "messages": IN_TEXT},
+        "ShareGPT": {
+            "images": ["a/x.png"],
+            "conversations": [{"from": "human", "value": f"<image>{COLOUR}"}, {"from": "gpt", "value": "Grey."}],
+        },
+        "Alpaca": {"images": "a/x.png", "instruction": f"<image>{COLOUR}", "output": "Grey."},
+        "prompt": {"image": "a/x.png", "prompt": IN_TEXT[:1], "completion": IN_TEXT[1:]},
+        "bytes": {"images": [as_bytes], "messages": IN_TEXT},
+    }
+    wanted = None
+    for name, record in records.items():
+        file = tmp_path / f"{name}.jsonl"
+        if name == "bytes":
+            file = tmp_path / "bytes.parquet"
+            pq.write_table(pa.Table.from_pylist([record]), file)
+        else:
+            write(file, [record])
+        assert see_images(ChatConfig(train_file=(str(file),))), name
+        samples = opened(file, folder)
+        found = [values.tolist() for values in samples.tokens(0)], np.asarray(samples.images(0)[0]).tolist()
+        wanted = wanted or found
+        assert found == wanted, name
+    assert not see_images(ChatConfig(train_file=(str(file),), allow_unused_columns=("images",)))
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "message"),
+    [
+        (asks(picture("../x.png"), COLOUR), {}, r"bad.jsonl:1: the image '../x.png' is outside"),
+        (asks(picture("/etc/hostname"), COLOUR), {}, "is outside of"),
+        (asks(picture("gone.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
+        (asks(picture("text.png"), COLOUR), {}, r"image 1: not an image .*--skip_bad_images"),
+        (asks(picture("cut.png"), COLOUR), {}, "bad.jsonl:1: image 1: "),
+        (asks(picture("https://a.b/c.png"), COLOUR), {}, "add --fetch_images to download it"),
+        ({"images": ["a.png"] * 2, "messages": IN_TEXT}, {}, r"bad.jsonl:1: 2 image\(s\) in the column 'images', but 1 place"),
+        ({"images": ["a.png"], "messages": [turn("user", COLOUR), ANSWER]}, {}, "but 0 place"),
+        (asks(picture("a.png"), "<|image_pad|>?"), {}, r"has 1 image\(s\), but 2 mark"),
+        (asks(picture("a.png"), COLOUR), {"seq_length": 8}, "none of its 1 samples"),
+        (asks({"type": "image", "image": 3}, COLOUR), {}, "an image is int, not a path"),
+    ],
+)  # fmt: skip
+def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, settings, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "x.png").write_bytes(png())
+    (folder / "a.png").write_bytes(png())
+    (folder / "text.png").write_text("no picture")
+    (folder / "cut.png").write_bytes(png(200, 200)[:90])
+    with pytest.raises(ConfigError, match=message):
+        opened(write(folder / "bad.jsonl", [record]), models("qwen2_5_vl"), **settings)
+
+
+def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
+    """What is left out does not move the images of the others; --image_max_pixels makes a long one fit."""
+    (tmp_path / "small.png").write_bytes(png())
+    (tmp_path / "large.png").write_bytes(png(112, 112))
+    names = ["gone.png", "large.png", "small.png"]
+    records = [asks(picture(name), f"{COLOUR} {name}") for name in names]
+    file = write(tmp_path / "some.jsonl", [*records, asks("No image.")])
+    samples = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True)
+    assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
+    said = capsys.readouterr().err
+    assert "1 samples have an image that cannot be read, and are left out; the first is" in said
+    assert "1 samples with images are longer than --seq_length, and left out" in said
+    shrunk = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True, image_max_pixels=40 * 30)
+    assert [image.size for i in range(3) for image in shrunk.images(i)] == [(34, 34), (40, 30)]
+    (tmp_path / "small.png").write_bytes(png(50, 50))
+    with pytest.raises(ConfigError, match=r"small.png: it is 50 x 50 pixels now, and was 40 x 30"):
+        shrunk[1]
+
+
+def test_a_model_that_does_not_see_is_refused(tiny_model, three):
+    with pytest.raises(ConfigError, match="does not see images, and the data have some"):
+        opened(three, tiny_model)
+
+
+def test_killed_and_resumed_bit_for_bit(base, one_process, tmp_path):
+    """Between two checkpoints, with worker processes; what was read before is not read again."""
+    killed = run("full_finetune", tmp_path / "run", *base, check=False, env={"TEMPLATES_FAULT": "update:kill@4"})
+    assert killed.returncode != 0
+    again = run("full_finetune", tmp_path / "run", *base)
+    assert "resumed" in again.output.lower() or "continues" in again.output.lower(), again.output
+    for name, weight in one_process.weights().items():
+        assert torch.equal(weight, again.weights()[name]), name
+
+
+@pytest.mark.slow
+def test_the_demo_learns_to_read_digits(tmp_path):
+    result = run("full_finetune", tmp_path / "run", "--demo_images", "--max_steps", 120)
+    assert result.last("eval_exact_match") > 0.3, result.output
+    assert "--train_vision all trains 300,384 parameters" in result.output
