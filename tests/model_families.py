@@ -156,6 +156,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 # Families of tests/vision_models.py alone: what they learn of text is that of another here.
 MORE_THAT_SEE: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "idefics3": ("Idefics3ForConditionalGeneration", {}, None),
+    "paligemma": ("PaliGemmaForConditionalGeneration", {}, None),
+    "phi4_multimodal": ("Phi4MultimodalForCausalLM", {}, None),
 }
 
 

@@ -93,6 +93,21 @@ def _llama4(tokenizer: Any) -> Any:
     return t.Llama4Processor(images, tokenizer, patch_size=14, pixel_shuffle_ratio=0.5)
 
 
+def _paligemma(tokenizer: Any) -> Any:
+    import transformers as t
+
+    images = t.SiglipImageProcessor(size={"height": 28, "width": 28})
+    images.image_seq_length = 4
+    return t.PaliGemmaProcessor(images, tokenizer)
+
+
+def _phi4(tokenizer: Any) -> Any:
+    import transformers as t
+
+    images = t.Phi4MultimodalImageProcessor(size={"height": 28, "width": 28}, patch_size=14, dynamic_hd=4)
+    return t.Phi4MultimodalProcessor(images, t.Phi4MultimodalFeatureExtractor(), tokenizer)
+
+
 # family: (what makes its processor; how its chat template writes an image; its special tokens, and their names in
 # tokenizer and config)
 QWEN = {
@@ -167,6 +182,13 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
         {"image_token_id": "<|patch|>", "_": "<|image|>", "__": "<|image_start|>", "___": "<|image_end|>"},
         {"vision_config": {"intermediate_size": 128}},
     ),
+    "phi4_multimodal": (
+        _phi4,
+        "<|endoftext10|>",
+        {"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"},
+        {},
+    ),
+    "paligemma": (_paligemma, "<image>", {"image_token": "<image>"}, {}),
 }
 
 

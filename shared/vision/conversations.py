@@ -38,6 +38,11 @@ class ImageEncoder(Encoder):
 
     def __init__(self, tokenizer: Any, loss_on: str, processor: ImageProcessor) -> None:
         super().__init__(tokenizer, loss_on)
+        if not self.has_own_template:
+            raise ConfigError(
+                f"{processor.name}: has no chat template, and the default one takes no images: "
+                "choose a model that was tuned on conversations"
+            )
         self.processor = processor
         self.sizes: list[tuple[int, int]] = []
         self._mark = re.compile(f"{IMAGE}|{re.escape(str(processor.mark))}")

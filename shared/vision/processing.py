@@ -39,8 +39,8 @@ class ImageProcessor:
                 "or learn the text alone with --allow_unused_columns image images"
             )
         try:
-            self.tokens_of((SMALL,))
             self.inputs([[self.blank()]])
+            self._require_known_types()
         except Exception as error:  # processors raise nearly anything
             raise ConfigError(
                 f"{name}: images cannot be trained through {type(self.processor).__name__} "
@@ -49,6 +49,13 @@ class ImageProcessor:
 
     def blank(self, size: tuple[int, int] = SMALL) -> Image.Image:
         return Image.new("RGB", size)
+
+    def _require_known_types(self) -> None:
+        """Refuse a processor whose types of tokens mean something else, as PaliGemma's do."""
+        encoded = self.processor(images=[[self.blank()]], text=[self.mark])
+        types = self.types(np.array(encoded["input_ids"]))
+        if any(values.tolist() != encoded[name] for name, values in types.items()):
+            raise ValueError(f"it gives {', '.join(types)} another meaning")
 
     def identity(self) -> Any:
         """JSON-like: changes when the tokens of an image do."""
