@@ -422,7 +422,7 @@ def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: in
         learned = np.append(False, learned[1:])
         parts = []
         for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
-            text = collapsed(tokenizer.decode(ids[run].tolist()))
+            text = collapsed(str(tokenizer.decode(ids[run].tolist())))
             parts.append(f"⟦{text}⟧" if learned[run[0]] else text)
         texts.append("".join(parts))
     return "\n".join(texts)

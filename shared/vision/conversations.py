@@ -45,7 +45,7 @@ class ImageEncoder(Encoder):
             )
         self.processor = processor
         self.sizes: list[tuple[int, int]] = []
-        self._mark = re.compile(f"{IMAGE}|{re.escape(str(processor.mark))}")
+        self._mark = re.compile(f"{IMAGE}|{re.escape(processor.mark)}")
 
     def __call__(
         self, example: Example, where: str, notes: Notes | None = None
@@ -115,7 +115,9 @@ class ToImageSamples(ToSamples):
         self, tokenizer: Any, config: ChatConfig, processor: ImageProcessor, vision: VisionConfig
     ) -> None:
         super().__init__(tokenizer, config)
-        self.encoder = ImageEncoder(tokenizer, config.loss_on, processor)
+        encoder = ImageEncoder(tokenizer, config.loss_on, processor)
+        self.encoder = encoder
+        self.sizes = encoder.sizes
         self.processor = processor
         self.vision = vision
         self.pictures: list[list[Picture]] = []  # of the samples of this batch
@@ -163,7 +165,7 @@ class ToImageSamples(ToSamples):
                 notes.add("bad", f"{where}: image {number}: {error}")
                 return []
         most = self.vision.image_max_pixels
-        self.encoder.sizes = [shrunk(width, height, most) for _, width, height in pictures]
+        self.sizes[:] = [shrunk(width, height, most) for _, width, height in pictures]
         if not pictures:
             samples = super().samples(record, form, where, notes)
         else:

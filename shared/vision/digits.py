@@ -118,7 +118,7 @@ def write_model(folder: Path) -> None:
         config = t.LlavaConfig(
             text_config=text.config,
             vision_config=tower,
-            image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+            image_token_index=len(tokenizer) - 1,
             image_seq_length=(SIZE // 8) ** 2,
             vision_feature_layer=-1,
             tie_word_embeddings=True,

@@ -10,8 +10,10 @@ IMAGE = "\ufdd2"  # stands for an image in a text: no text has this character
 MARK = "<image>"
 COLUMNS = ("images", "image")
 # columns whose texts may have marks, in the order in which they are said
-TEXTS = ("system", "history", "instruction", "input", "prompt", "messages", "conversations")
-TEXTS += ("completion", "output")
+TEXTS = (
+    *("system", "history", "instruction", "input", "prompt", "messages", "conversations"),
+    *("completion", "output"),
+)
 KEYS = ("image", "path", "url", "image_url", "bytes")  # of a part that is an image
 LOOK = 100  # records of each source that are looked at
 

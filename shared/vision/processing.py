@@ -32,8 +32,8 @@ class ImageProcessor:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.processor = from_hub(AutoProcessor, name)
         self.tokenizer = tokenizer
-        self.mark = getattr(self.processor, "image_token", None)
-        if not hasattr(self.processor, "image_processor") or not isinstance(self.mark, str):
+        self.mark = str(getattr(self.processor, "image_token", ""))  # of an image in a text
+        if not self.mark or not hasattr(self.processor, "image_processor"):
             raise ConfigError(
                 f"{name} does not see images, and the data have some: choose a model that does, "
                 "or learn the text alone with --allow_unused_columns image images"

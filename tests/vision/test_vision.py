@@ -168,24 +168,47 @@ def one_process(base, tmp_path_factory):
     return run("full_finetune", tmp_path_factory.mktemp("one") / "run", *base)
 
 
+EACH_ONE = ("--per_device_train_batch_size", 1)
+SEES = ("--train_vision", "all", "--vision_lr_scale", 0.5)
+
+
+@pytest.fixture(scope="module")
+def tower_too(base, tmp_path_factory):
+    return run("full_finetune", tmp_path_factory.mktemp("tower") / "run", *base, *SEES)
+
+
 @pytest.mark.parametrize(
     ("processes", "config", "flags", "strategy"),
     [
-        (4, "fsdp2", ("--per_device_train_batch_size", 1), "FSDP"),  # ranks without an image at many steps
-        slow(2, "ddp", (), "MULTI_CPU"),
-        slow(2, "ddp", ("--per_device_train_batch_size", 4), "MULTI_CPU"),
-        slow(1, None, ("--per_device_train_batch_size", 8), "NO"),
-        slow(2, "deepspeed_zero3", ("--per_device_train_batch_size", 1), "DEEPSPEED"),
-        slow(4, "hsdp", ("--per_device_train_batch_size", 1), "FSDP"),
-        slow(2, "tensor_parallel", (), "MULTI_CPU"),
+        (4, "fsdp2", EACH_ONE, "FSDP2 x 4"),  # ranks without an image at many steps
+        (2, "ddp", SEES, "DDP x 2"),
+        slow(2, "ddp", (), "DDP x 2"),
+        slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
+        slow(2, "deepspeed_zero3", EACH_ONE, "DeepSpeed ZeRO-3 x 2"),
+        slow(4, "hsdp", EACH_ONE, "HSDP 2 x 2"),
+        slow(2, "tensor_parallel", (), "tensor parallel x 2"),
+        slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
     ],
 )
-def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, config, flags, strategy):
+def test_every_launch_learns_the_same(one_process, tower_too, base, tmp_path, processes, config, flags, strategy):
+    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
+    reference = tower_too if "--train_vision" in flags else one_process
     result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
-    print(result.output)
-    for step, loss in one_process.losses.items():
+    manifest = result.manifest(6)
+    assert (manifest["world_size"], manifest["strategy"]) == (processes, f"{strategy} on cpu, fp32")
+    for step, loss in reference.losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-5)
-    assert result.last("eval_loss") == pytest.approx(one_process.last("eval_loss"), rel=1e-5)
+    assert result.last("eval_loss") == pytest.approx(reference.last("eval_loss"), rel=1e-5)
+
+
+def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
+    from safetensors.torch import load_file
+
+    before = load_file(models("qwen2_5_vl") / "model.safetensors")
+    for result, moves in ((one_process, False), (tower_too, True)):
+        tower = {name for name in before if ".visual." in f".{name}" or name.startswith("visual.")}
+        moved = {name for name in tower if not torch.equal(before[name], result.weights()[name])}
+        assert tower and (moved == tower if moves else not moved)
 
 
 def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, many, tmp_path):
