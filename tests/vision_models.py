@@ -219,13 +219,13 @@ def make(family: str, folder: Path) -> type:
             setattr(of, key, part)
     if "image_token_id" in ids:
         config.image_token_index = ids["image_token_id"]
+    processor = processor_of(tokenizer)  # which may add tokens
     text = config.get_text_config()
     text.vocab_size = len(tokenizer)
     transformers.set_seed(model_families.SEED)
     model = model_class(config)
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
-    processor = processor_of(tokenizer)
     processor.chat_template = tokenizer.chat_template
     processor.save_pretrained(folder)
     return model_class

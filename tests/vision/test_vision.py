@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
 from shared.data.order import IGNORED
-from shared.models.loading import load_causal_lm
+from shared.models.loading import class_of, load_causal_lm
 from shared.models.loss import causal_lm_loss
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
@@ -28,7 +28,7 @@ from shared.vision.conversations import ToImageSamples
 from shared.vision.loaders import see_images
 from shared.vision.options import VisionConfig
 from shared.vision.processing import ImageProcessor
-from tests.conftest import run, slow
+from tests.conftest import run, run_here, slow
 from tests.vision_models import FAMILIES, make
 
 SIZES = [(60, 40), (30, 90), (112, 112)]
@@ -184,9 +184,9 @@ def tower_too(base, tmp_path_factory):
         (2, "ddp", SEES, "DDP x 2"),
         slow(2, "ddp", (), "DDP x 2"),
         slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
-        slow(2, "deepspeed_zero3", EACH_ONE, "DeepSpeed ZeRO-3 x 2"),
+        slow(2, "deepspeed_zero3", EACH_ONE, "ZeRO-3 x 2"),
         slow(4, "hsdp", EACH_ONE, "HSDP 2 x 2"),
-        slow(2, "tensor_parallel", (), "tensor parallel x 2"),
+        slow(2, "tensor_parallel", (), "TP 2"),
         slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
     ],
 )
@@ -199,6 +199,32 @@ def test_every_launch_learns_the_same(one_process, tower_too, base, tmp_path, pr
     for step, loss in reference.losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-5)
     assert result.last("eval_loss") == pytest.approx(reference.last("eval_loss"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"paligemma"}))
+def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three, tmp_path, family):
+    """As plain PEFT and transformers load them, both give the losses of the run's last evaluation."""
+    from peft import PeftModel
+
+    folder = models(family)
+    flags = ("--train_file", three, "--validation_file", three, "--model_name_or_path", folder, "--merge_adapter")
+    flags += ("--max_steps", 2, "--global_batch_size", 2, "--seq_length", 1024, "--num_generations", 0)
+    run_here("lora_finetune", *flags, "--learning_rate", 1e-2, "--output_dir", tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    wanted = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert abs(wanted[-1] - wanted[0]) > 1e-3  # the adapter does something
+    samples = opened(three, folder)
+    batch = samples.collate([samples[index] for index in range(3)])
+    model_class = class_of(AutoConfig.from_pretrained(folder))
+    base = model_class.from_pretrained(folder, dtype=torch.float32)
+    for model in (
+        PeftModel.from_pretrained(base, tmp_path / "run" / "final"),
+        model_class.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32),
+    ):
+        with torch.no_grad():
+            loss = causal_lm_loss(model.eval(), batch).item() / len(batch["targets"])
+        assert loss == pytest.approx(wanted[-1], rel=1e-4)
 
 
 def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
