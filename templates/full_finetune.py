@@ -32,6 +32,7 @@ from shared.config.options import (
 from shared.config.types import Count, CountOrZero, Free, PositiveOrZero
 from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
+from shared.vision.options import FullVisionConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
@@ -63,6 +64,7 @@ class Config:
     eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
+    vision: FullVisionConfig = FullVisionConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
     optim: FullOptimConfig = FullOptimConfig(weight_decay=0.0, adam_beta2=0.999)
     speed: FullSpeedConfig = FullSpeedConfig()
@@ -101,18 +103,23 @@ from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
+from shared.text.chat import Conversations
+from shared.text.loaders import ChatData, build_loaders, choose_packing
 from shared.text.packing import Packed
 from shared.training import defaults, optim
+from shared.vision.digits import of_digits
+from shared.vision.loaders import read_conversations
+from shared.vision.towers import train_vision
 
 
-def build_model(config: Config, tokenizer: Any) -> nn.Module:
+def build_model(config: Config, tokenizer: Any, train: Conversations) -> nn.Module:
     """The model to train, with fp32 weights, or bf16 ones if asked. Mixed precision casts fp32
     where it computes.
     """
     kernel = config.speed.attn_implementation
     name = config.model_name_or_path
     model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
+    train_vision(model, train, config.vision)
     require_fit(model, tokenizer, config.data.seq_length)
     learn_padding_token(model)
     use_launch_precision(model)  # of experts, which know no autocast
@@ -147,12 +154,14 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
+    if config.vision.demo_images:
+        config = of_digits(config)
     setup = Setup(config, "full_finetune")
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(config, tokenizer)
+    train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
+    model = build_model(config, tokenizer, train)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)
 
@@ -162,7 +171,9 @@ def main(config: Config) -> None:
     )
     # on the device, sharded
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
+    packed, packing = choose_packing(
+        model, tokenizer, config.data, config.batch, setup.device, why_not=train.why_not_packed
+    )
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
     config = setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)

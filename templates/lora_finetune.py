@@ -31,6 +31,7 @@ from shared.config.options import (
 from shared.config.types import Count, CountOrZero, Free
 from shared.models.options import AdapterConfig
 from shared.text.options import ChatConfig
+from shared.vision.options import VisionConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
@@ -50,6 +51,7 @@ class Config:
     max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
+    vision: VisionConfig = VisionConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(weight_decay=0.0)
     speed: SpeedConfig = SpeedConfig()
@@ -81,9 +83,10 @@ from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text import chat
-from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
+from shared.text.loaders import ChatData, build_loaders, choose_packing
 from shared.text.packing import Packed
 from shared.training import defaults, optim
+from shared.vision.loaders import read_conversations
 
 
 def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.Module:
@@ -129,7 +132,7 @@ def main(config: Config) -> None:
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
+    train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer, train)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
@@ -140,7 +143,9 @@ def main(config: Config) -> None:
     config = setup.set_defaults(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
     # on the device, sharded
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
+    packed, packing = choose_packing(
+        model, tokenizer, config.data, config.batch, setup.device, why_not=train.why_not_packed
+    )
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
     config = setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)

@@ -155,6 +155,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", {TEXT: {"first_k_dense_replace": 1}}, None),
 }
 
+# Families of tests/vision_models.py alone: what they learn of text is that of another here.
+MORE_THAT_SEE: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "idefics3": ("Idefics3ForConditionalGeneration", {}, None),
+    "paligemma": ("PaliGemmaForConditionalGeneration", {}, None),
+    "phi4_multimodal": ("Phi4MultimodalForCausalLM", {}, None),
+}
+
 
 def shape(config_class: Any, changes: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Arguments of a small config: `SIZES` and the tokenizer's ids where it has such fields, its parts, and `changes`."""
@@ -190,7 +197,7 @@ def make(family: str, folder: Path, *, more_weights: bool = False, **changes: An
 
     from shared import demo
 
-    name, own, extra = copy.deepcopy(FAMILIES[family])  # configs change what they are given
+    name, own, extra = copy.deepcopy(FAMILIES.get(family) or MORE_THAT_SEE[family])  # configs change what they are given
     model_class = getattr(transformers, name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.MODEL)
     config = model_class.config_class(**shape(model_class.config_class, own | changes, tokenizer))

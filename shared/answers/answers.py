@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +16,7 @@ from shared.data.order import EvenSubset
 from shared.models.generation import ends_of, first_lines, generate
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines, open_regular
-from shared.process.printing import indented, print_main
+from shared.process.printing import collapsed, indented, print_main
 from shared.process.redaction import redact
 from shared.run.run import Run
 
@@ -50,6 +51,7 @@ def answer(
     max_new_tokens: int,
     ends: Sequence[int],
     draws: np.ndarray | None = None,
+    images: Any = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (number of a prompt, token ids of its answer) for this rank's part of the prompts.
     Every rank calls this, and goes through it to the end.
@@ -58,18 +60,21 @@ def answer(
         prompts: token ids of all.
         mine: this rank's `batches` of their numbers.
         max_new_tokens, ends, draws: see `generation.generate`; `draws` has a row for each prompt.
+        images: of the prompts, `vision.prompts.PromptImages`, if they have any.
     """
     for numbers in mine:
         # every rank makes the same number of calls
         chosen = [number for number in numbers if number >= 0] or [0]
+        asked = chosen if images is None else images.with_image(chosen)
         found = generate(
             model,
-            [prompts[number] for number in chosen],
+            [prompts[number] for number in asked],
             max_new_tokens=max_new_tokens,
             ends=ends,
             draws=None if draws is None else draws[chosen],
+            beside=None if images is None else partial(images.inputs, asked),
         )
-        yield from zip(chosen, found, strict=True)
+        yield from zip(chosen, found[: len(chosen)], strict=True)
 
 
 def log_answers(
@@ -95,6 +100,7 @@ def log_answers(
     if not chosen:
         return {}
     samples = [held_out.prompt(index) for index in chosen]
+    images = held_out.images_of(chosen)
     ends = ends_of(tokenizer, held_out.end)
     share = sharding.share(run.accelerator)
     per_device = config.batch.per_device_eval_batch_size
@@ -105,12 +111,13 @@ def log_answers(
         run.watch(mine.tolist(), len(mine)),
         max_new_tokens=config.max_new_tokens,
         ends=ends,
+        images=images,
     )
     answered: list[tuple[int, dict[str, Any]]] = []
     for number, ids in answers:
         prompt, reference, others = samples[number]
         texts = {
-            "prompt": tokenizer.decode(prompt),
+            "prompt": collapsed(tokenizer.decode(prompt)),
             "reference": tokenizer.decode(reference, skip_special_tokens=True).strip()
             or str(others.get("reference", "")),
         }
@@ -128,6 +135,9 @@ def log_answers(
     for row in rows[:shown]:
         show(row)
     keep_rows(run, FILE, rows)
+    picture = run.dir / "answers.png"
+    if images is not None and run.is_main and images.draw(picture, rows):
+        run.logger.tracker.log_picture("answers", picture)
     names = dict.fromkeys(name for row in rows for name in row["scores"])
     columns = ["prompt", "reference", "answer"]
     table = [

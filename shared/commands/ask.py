@@ -1,6 +1,7 @@
 """Ask a trained language model, and its base if it is an adapter.
 
 python -m shared ask runs/chat "Where is my order?" --system "You answer customers of a shop."
+python -m shared ask runs/digits "Which digit is this?" --image digit.png
 python -m shared ask runs/completions --plain "Q: Where is my order? A:"
 
 Each question stands alone. For a conversation: docs/after_training.md.
@@ -24,6 +25,13 @@ def main() -> None:
     )
     parser.add_argument("question", nargs="+", help="one or several, each in quotes")
     parser.add_argument("--system", help="a system message before each question")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        help="an image before each question; may be repeated",
+    )
     parser.add_argument(
         "--plain",
         action="store_true",
@@ -51,10 +59,11 @@ def main() -> None:
 
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     from shared.models.generation import first_lines
     from shared.models.hub import from_hub
+    from shared.models.loading import class_of
     from shared.run import launch
 
     launch.quieten_libraries()
@@ -63,22 +72,38 @@ def main() -> None:
     name = str(folder)
     if adapter.exists():
         name = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    model = from_hub(
-        AutoModelForCausalLM, name, dtype="auto", device_map="auto", use_safetensors=True
-    )
+    model_class = class_of(from_hub(AutoConfig, name))
+    model = from_hub(model_class, name, dtype="auto", device_map="auto", use_safetensors=True)
     if adapter.exists():
         model = from_hub(PeftModel, folder, first=model)
     model.eval()
+    images: list[Any] = []
+    template: Any = tokenizer
+    if options.image:
+        from shared.images.decoding import BadImage, decode
+
+        template = from_hub(AutoProcessor, folder)
+        try:
+            images = [{"type": "image", "image": decode(path)} for path in options.image]
+        except BadImage as error:
+            raise ConfigError(f"--image: {error}") from None
     for question in options.question:
         if options.plain or not tokenizer.chat_template:
             ids: Any = tokenizer(question, return_tensors="pt")
         else:
             turns = [{"role": "system", "content": options.system}] * bool(options.system)
-            turns += [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            content = [*images, {"type": "text", "text": question}] if images else question
+            turns += [{"role": "user", "content": content}]
+            ids = template.apply_chat_template(
+                turns,
+                tokenize=True,
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
             )
-        ids = {key: value.to(model.device) for key, value in ids.items() if key != "token_type_ids"}
+        # what tokenizers of some decoders write, and no decoder takes
+        unused = () if images else ("token_type_ids",)
+        ids = {key: value.to(model.device) for key, value in ids.items() if key not in unused}
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}
         for who, as_it in ({**with_base, options.run.name: contextlib.nullcontext}).items():
             with as_it(), torch.no_grad():

@@ -81,6 +81,21 @@ def fetched(url: str) -> Copy:
     return copy
 
 
+def read_once(url: str) -> bytes:
+    """The content of a small file that a URL names. Any process may call this.
+
+    Raises:
+        ConfigError: the server or store refuses.
+        NotNow: it does not answer, after several tries.
+    """
+
+    def read() -> bytes:
+        with _open(url, 0) as (_, blocks):
+            return b"".join(blocks)
+
+    return _retry(url, read)
+
+
 def _look(url: str) -> Version:
     if url.startswith("hf://"):
         from huggingface_hub import get_hf_file_metadata, hf_hub_url

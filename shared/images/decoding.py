@@ -92,6 +92,16 @@ def _looks_whole(source: Source) -> bool:
     return False
 
 
+def size_of(source: Source) -> tuple[int, int]:
+    """Width and height of what `decode` gives, in pixels, from the header. Raises BadImage."""
+    try:
+        with _open(source) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+            return image.size[::-1] if turned else image.size
+    except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
+        raise BadImage(first_line(error)[:100]) from None
+
+
 def is_deep(image: Image.Image) -> bool:
     """Whether it has more than 8 bits a channel. Call before the image is loaded."""
     return ";16" in str(image.tile) or image.mode.startswith(("I", "F"))  # type: ignore[attr-defined]

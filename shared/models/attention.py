@@ -118,6 +118,8 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
+    of_images = [name for name in batch if name.startswith("image.")]  # see `shared.vision`
+    inputs |= {name.removeprefix("image."): batch[name] for name in of_images}
     if "attention_mask" in batch:
         mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
     elif "position_ids" not in batch:

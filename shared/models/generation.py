@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,7 @@ def generate(
     sample: bool = False,
     seed: int = 0,
     draws: np.ndarray | None = None,
+    beside: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> list[list[int]]:
     """Token ids that continue each prompt (token ids), greedily or by sampling: up to the first
     token of `ends`, with it, or `max_new_tokens`.
@@ -120,6 +121,7 @@ def generate(
         sample, seed: sample with draws that depend on the batch, too.
         draws: [prompts, max_new_tokens], uniform in [0, 1). Sample with these: which token each of
             them chooses depends on its row alone, and not on the batch.
+        beside: gives what the model gets beside the padded rows, [prompts, longest]: images.
 
     A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
     `generate` of transformers on the prepared model, under every strategy: one batch, padded on the
@@ -154,6 +156,7 @@ def generate(
             generation_config=settings,
             logits_processor=LogitsProcessorList([] if draws is None else [_Drawn(draws, longest)]),
             synced_gpus=state.num_processes > 1,  # a forward of sharded weights takes all ranks
+            **({} if beside is None else beside(rows)),
         )
     whole.generation_config = before
     model.train(training)

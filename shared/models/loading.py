@@ -175,6 +175,13 @@ def save_causal_lm(
         save_what_text_does_not_reach(base, model, folder)
 
 
+def copy_processor(name: str, folder: Path) -> None:
+    """Add the files of the processor of the checkpoint `name`, if it has one."""
+    for file in OF_PROCESSORS:
+        if found := file_of(name, file):
+            shutil.copyfile(found, folder / file)
+
+
 def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
     """Add to a saved model what its class did not load from the checkpoint `name`. Call it on one
     rank.
@@ -182,9 +189,7 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
     These are the files of its processor, and weights that transformers ignores, such as layers that
     predict several tokens (multi-token prediction), which others serve from the same checkpoint.
     """
-    for file in OF_PROCESSORS:
-        if found := file_of(name, file):
-            shutil.copyfile(found, folder / file)
+    copy_processor(name, folder)
     ignored = [
         re.compile(pattern)
         for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

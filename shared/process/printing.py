@@ -1,6 +1,7 @@
 """What is printed: lines on the main rank, without secrets and without what moves the cursor."""
 
 import logging
+import re
 import sys
 from typing import Any
 
@@ -31,6 +32,17 @@ def label(name: str) -> str:
 def indented(text: str) -> list[str]:
     """The lines of a text from outside, none of which looks like a line of the log."""
     return [f"  {line}" for line in redact(text).expandtabs().split("\n")]
+
+
+def collapsed(text: str) -> str:
+    """A text in which a special token that is repeated, as those of an image are, stands once with
+    its count.
+    """
+    return re.sub(
+        r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,40}\])\1{3,}",
+        lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}",
+        text,
+    )
 
 
 def print_main(*lines: str) -> None:

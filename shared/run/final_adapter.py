@@ -8,7 +8,7 @@ from torch import nn
 
 from shared.models import adapters
 from shared.models.generation import end_generation_at
-from shared.models.loading import save_what_text_does_not_reach
+from shared.models.loading import copy_processor, save_what_text_does_not_reach
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -43,6 +43,7 @@ def save_adapter(
         adapters.save_adapter(folder, whole, weights, initial)
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_processor(name, folder)
         front = {"library_name": "peft", "base_model": name}
         card = run.card(
             f"LoRA adapter of {Path(name).name}", about, load=adapters.load_line(whole), **front

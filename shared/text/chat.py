@@ -14,13 +14,13 @@ import numpy as np
 
 from shared import demo
 from shared.data import prepared, records
-from shared.data.order import IGNORED, Row, near_share, permute
+from shared.data.order import IGNORED, Batch, Row, near_share, permute
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
-from shared.process.printing import note
+from shared.process.printing import collapsed, note
 from shared.text.encoder import Encoder
 from shared.text.forms import (
     parse_json_messages,
@@ -30,6 +30,7 @@ from shared.text.forms import (
     unused,
 )
 from shared.text.options import RecordsConfig, SamplesConfig
+from shared.text.packing import collate_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,8 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "special": "texts have the string of a special token in them, which is read as that token",
+    "long": "samples with images are longer than --seq_length, and left out",
+    "bad": "samples have an image that cannot be read, and are left out",
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
@@ -199,6 +202,23 @@ class ToSamples:
         parts = [(ids[start : start + most], learned[start : start + most]) for start in starts]
         return [(some, part) for some, part in parts if part[1:].any()]
 
+    def opened(
+        self,
+        stores: Mapping[str, Store],
+        numbers: Sequence[np.ndarray],
+        *,
+        end: int | None,
+        validated_on: str,
+    ) -> Conversations:
+        """Chosen samples of the stores that this made, see `Conversations`."""
+        return Conversations(
+            stores,
+            numbers,
+            end=end,
+            validated_on=validated_on,
+            own_template=self.encoder.has_own_template,
+        )
+
 
 class Conversations(Split):
     """Prepared samples, one conversation a row: `order.Samples`.
@@ -257,6 +277,17 @@ class Conversations(Split):
     def num_targets(self, indices: np.ndarray) -> int:
         return int(self.targets[indices].sum())
 
+    why_not_packed = ""
+    workers = 0  # processes that read samples, if the run names none
+
+    def collate(self, rows: list[Row], **padding: Any) -> Batch:
+        """A batch of rows, see `packing.collate_padded`."""
+        return collate_padded(rows, **padding)
+
+    def images_of(self, chosen: Sequence[int]) -> Any:
+        """The images of the prompts of some samples, for `answers.answer`."""
+        return None
+
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the last learned turn, the ids of that turn, the columns of the record that
         are not learned): what to give the model, and what to compare with.
@@ -313,13 +344,7 @@ def open_samples(
     by_count = notes.named("end ")
     end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
     train, validation = (
-        Conversations(
-            stores,
-            chosen,
-            end=end,
-            own_template=encode.encoder.has_own_template,
-            validated_on=" and ".join(how),
-        )
+        encode.opened(stores, chosen, end=end, validated_on=" and ".join(how))
         for stores, chosen in ((trained, numbers), (held_out, validated))
     )
     if copies := _count_copies(train, validation):
@@ -397,7 +422,7 @@ def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: in
         learned = np.append(False, learned[1:])
         parts = []
         for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
-            text = str(tokenizer.decode(ids[run].tolist()))
+            text = collapsed(str(tokenizer.decode(ids[run].tolist())))
             parts.append(f"⟦{text}⟧" if learned[run[0]] else text)
         texts.append("".join(parts))
     return "\n".join(texts)

@@ -1,5 +1,6 @@
 """From prepared conversations to micro-batches: several conversations in a row, or one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.options import ChatConfig, SamplesConfig
-from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
+from shared.text.packing import Packed, collate_packed, rows_order
 
 
 @dataclass
@@ -30,17 +31,22 @@ class ChatData:
 
 
 def read_conversations(
-    options: ChatConfig, tokenizer: Any, *, demo_samples: int
+    options: ChatConfig,
+    tokenizer: Any,
+    *,
+    demo_samples: int,
+    kind: Callable[..., chat.ToSamples] = chat.ToSamples,
 ) -> tuple[chat.Conversations, chat.Conversations]:
     """(conversations to train on, to validate on), tokenised. Notes the first. Every rank calls
     this.
 
     Args:
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
+        kind: what turns records into samples.
     """
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
-    train, held_out = chat.open_samples(options, tokenizer)
+    train, held_out = chat.open_samples(options, tokenizer, kind)
     note(
         "first sample; the loss counts the tokens between ⟦ and ⟧:",
         *indented(chat.marked(train, tokenizer)),
@@ -54,12 +60,22 @@ def choose_packing(
     options: SamplesConfig,
     batch: BatchConfig,
     device: torch.device,
+    *,
+    why_not: str = "",
 ) -> tuple[bool, str]:
     """(whether rows hold several conversations, why). Every rank calls this, with the prepared
     model.
+
+    Args:
+        why_not: a reason that these samples cannot be packed, if there is one.
+
+    Raises:
+        ConfigError: --packing on, and the model or the samples cannot be packed.
     """
-    if options.packing == "off":
-        return False, "off"
+    if why_not and options.packing == "on":
+        raise ConfigError(f"--packing on: {why_not}")
+    if why_not or options.packing == "off":
+        return False, ": ".join(["off", why_not] if why_not else ["off"])
     rows = batch.micro_batch()[0] or batch.per_device_train_batch_size
     return isolate_documents(model, device, len(tokenizer), rows, required=options.packing == "on")
 
@@ -81,7 +97,7 @@ def build_loaders(
     train = rows.samples if isinstance(rows, Packed) else rows
     about = chat.describe(train, options)
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
-    collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
+    collate = partial(train.collate, multiple_of=16, at_most=options.seq_length)
     if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
         about += (
@@ -101,13 +117,15 @@ def build_loaders(
     )
     share = sharding.share(accelerator)
     size = batch.per_device_eval_batch_size
-    workers = batch.dataloader_num_workers
+    workers = batch.dataloader_num_workers or train.workers
     loader = Loader(
         rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
-    padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
-    validation = Loader(chosen, padded, eval_order, share, per_device=size)
+    padded = partial(held_out.collate, multiple_of=64, at_most=options.seq_length)
+    validation = Loader(
+        chosen, padded, eval_order, share, per_device=size, num_workers=held_out.workers
+    )
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

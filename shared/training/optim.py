@@ -187,7 +187,9 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for weight_decay, parameters in ((config.weight_decay, decaying), (0.0, others)):
             for parameter in parameters:
-                alike.setdefault((weight_decay, scales.get(parameter, 1.0)), []).append(parameter)
+                # a vision tower has its own
+                scale = getattr(parameter, "lr_scale", scales.get(parameter, 1.0))
+                alike.setdefault((weight_decay, scale), []).append(parameter)
         return [
             {"params": ps, "weight_decay": decay, "lr_scale": scale}
             for (decay, scale), ps in alike.items()

@@ -1,0 +1,95 @@
+"""Where records of conversations have images, and what they say of each."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from shared.process.errors import ConfigError
+
+IMAGE = "\ufdd2"  # stands for an image in a text: no text has this character
+MARK = "<image>"
+COLUMNS = ("images", "image")
+# columns whose texts may have marks, in the order in which they are said
+TEXTS = (
+    *("system", "history", "instruction", "input", "prompt", "messages", "conversations"),
+    *("completion", "output"),
+)
+KEYS = ("image", "path", "url", "image_url", "bytes")  # of a part that is an image
+LOOK = 100  # records of each source that are looked at
+
+
+def take_images(record: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Any]]:
+    """(the record, with IMAGE in its texts where an image stands; what it says of each image, in
+    that order).
+
+    An image is a part of a message's content, which names it or takes the next of the column; or a
+    mark `<image>` in a text, which takes the next of the column `images` or `image`.
+
+    Raises:
+        ConfigError: the column has more or fewer images than the texts have places for.
+    """
+    column = next((name for name in COLUMNS if record.get(name)), None)
+    listed = [] if column is None else record[column]
+    listed = listed if isinstance(listed, list) else [listed]
+    named: list[Any] = []  # None: the next of the column
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str) and column is not None:
+            named.extend([None] * value.count(MARK))
+            return value.replace(MARK, IMAGE)
+        if isinstance(value, list):
+            return [replaced(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        if is_image(value):
+            named.append(next((value[key] for key in KEYS if value.get(key)), None))
+            return {"type": "text", "text": IMAGE}
+        return {key: v if key == "tool_calls" else replaced(v) for key, v in value.items()}
+
+    texts = {name: replaced(record[name]) for name in TEXTS if name in record}
+    places = named.count(None)
+    if places != len(listed):
+        raise ConfigError(
+            f"{where}: {len(listed)} image(s) in the column {column or COLUMNS[0]!r}, but "
+            f"{places} place(s) for them: write {MARK} in the texts where each of them stands"
+        )
+    rest = iter(listed)
+    others = {name: value for name, value in record.items() if name not in COLUMNS}
+    return others | texts, [next(rest) if said is None else said for said in named]
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and str(part.get("type", "")) in ("image", "image_url")
+
+
+def has_images(records: Iterable[tuple[str, dict[str, Any]]]) -> bool:
+    """Whether one of the first records has images."""
+
+    def search(value: Any) -> bool:
+        if isinstance(value, dict):
+            return is_image(value) or any(map(search, value.values()))
+        return isinstance(value, list) and any(map(search, value))
+
+    return any(
+        any(record.get(name) for name in COLUMNS) or search(record)
+        for _, record in islice(records, LOOK)
+    )
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as chat templates take images: content with IMAGE as a list of parts."""
+    return [
+        {**message, "content": _parts(message["content"])}
+        if IMAGE in str(message.get("content"))
+        else message
+        for message in messages
+    ]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] * bool(number)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return parts

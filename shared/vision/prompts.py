@@ -1,0 +1,65 @@
+"""Images of validation prompts: what a model gets beside the tokens, and what people see."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+
+from shared.process.redaction import redact
+
+
+class PromptImages:
+    """The images of some prompts.
+
+    Args:
+        samples: `ImageConversations`.
+        chosen: the numbers of the samples whose prompts they are.
+    """
+
+    def __init__(self, samples: Any, chosen: Sequence[int]) -> None:
+        self.samples = samples
+        self.paths = [[picture.path for picture in samples.pictures(i)] for i in chosen]
+        self.chosen = chosen
+
+    def with_image(self, numbers: list[int]) -> list[int]:
+        """The numbers of prompts, and one more if none of them has an image and another one has:
+        ranks that compute the vision tower would wait for those that do not.
+        """
+        if any(self.paths[number] for number in numbers):
+            return numbers
+        return numbers + [n for n, paths in enumerate(self.paths) if paths][:1]
+
+    def inputs(self, numbers: Sequence[int], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model gets beside the rows of token ids, [batch, seq], of these prompts."""
+        images = [self.samples.images(self.chosen[number]) for number in numbers]
+        if not any(images):
+            return {}
+        inputs = self.samples.inputs(input_ids.cpu(), images)
+        device = input_ids.device
+        return {name.removeprefix("image."): value.to(device) for name, value in inputs.items()}
+
+    def draw(self, file: Path, rows: list[dict[str, Any]]) -> bool:
+        """Draw the first image of each row of answers above prompt, reference and answer. Returns
+        whether there is any.
+        """
+        from matplotlib.figure import Figure
+
+        shown = [(n, row) for n, row in enumerate(rows) if self.paths[n]][:12]
+        if not shown:
+            return False
+        across = min(4, len(shown))
+        down = math.ceil(len(shown) / across)
+        figure = Figure(figsize=(3.2 * across, 4.4 * down), layout="constrained")
+        for place, (number, row) in enumerate(shown, 1):
+            image = self.samples.images(self.chosen[number])[0]
+            image.thumbnail((320, 320))
+            axes = figure.add_subplot(down, across, place, xticks=[], yticks=[])
+            axes.imshow(image)
+            texts = (f"reference: {row['reference']}", f"step {row['step']}: {row['answer']}")
+            lines = [fill(redact(text)[:160], 36).replace("$", r"\$") for text in texts]
+            axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
+        figure.savefig(file, dpi=110)
+        return True

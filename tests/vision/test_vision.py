@@ -1,0 +1,397 @@
+"""Images in conversations: the forms of data, the model's own processor, and runs on several launches.
+
+The references are plain transformers: the processor's own chat template, and the model's forward pass.
+"""
+
+import base64
+import io
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoProcessor
+
+from shared.data.order import IGNORED
+from shared.models.loading import class_of, load_causal_lm
+from shared.models.loss import causal_lm_loss
+from shared.models.tokenizers import load_tokenizer
+from shared.process.errors import ConfigError
+from shared.text import chat
+from shared.text.options import ChatConfig
+from shared.vision.conversations import ToImageSamples
+from shared.vision.loaders import see_images
+from shared.vision.options import VisionConfig
+from shared.vision.processing import ImageProcessor
+from tests.conftest import run, run_here, slow
+from tests.vision_models import FAMILIES, make
+
+SIZES = [(60, 40), (30, 90), (112, 112)]
+
+
+def noise(path: Path, width: int, height: int, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng((seed, width, height)).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    image.save(path)
+    return image
+
+
+def turn(role, *parts):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": role, "content": parts}
+
+
+def picture(path):
+    return {"type": "image", "path": path}
+
+
+def write(path: Path, records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A file of three conversations: with one image, with two and two answers, and without any."""
+    folder = tmp_path_factory.mktemp("three")
+    for number, size in enumerate(SIZES):
+        noise(folder / f"{number}.png", *size)
+    records = [
+        [turn("user", picture("0.png"), "What is this?"), turn("assistant", "A picture of noise.")],
+        [
+            turn("user", "Compare ", picture("1.png"), " and ", picture("2.png")),
+            turn("assistant", "The second is larger."),
+            turn("user", "Sure?"),
+            turn("assistant", "Yes."),
+        ],
+        [turn("user", "No image here."), turn("assistant", "Right.")],
+    ]
+    return write(folder / "three.jsonl", [{"messages": messages} for messages in records])
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A file of 46 conversations with no, one or two images of many sizes, text first or last."""
+    folder = tmp_path_factory.mktemp("many")
+    rng = random.Random(0)
+    records = []
+    for number in range(46):
+        names = [f"images/{number}-{i}.png" for i in range((1, 0, 2, 0, 0, 1)[number % 6])]
+        for name in names:
+            noise(folder / name, rng.randint(20, 90), rng.randint(20, 90), number)
+        question = f"{number} " + " ".join(
+            rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9))
+        )
+        answer = " ".join(rng.choices(["a", "picture", "of", "noise", "and", "more"], k=rng.randint(1, 12)))
+        records.append({"messages": [turn("user", *map(picture, names), question), turn("assistant", answer)]})
+    return write(folder / "many.jsonl", records)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function: family -> folder of its tiny model."""
+    root = tmp_path_factory.mktemp("vision-models")
+
+    def folder(family):
+        if not (root / family).exists():
+            make(family, root / family)
+        return root / family
+
+    return folder
+
+
+def opened(file, model, **settings):
+    tokenizer = load_tokenizer(model)
+    vision = {name: settings.pop(name) for name in VisionConfig.__dataclass_fields__ if name in settings}
+    kind = partial(ToImageSamples, processor=ImageProcessor(str(model), tokenizer), vision=VisionConfig(**vision))
+    options = ChatConfig(train_file=(str(file),), **{"validation_file": (str(file),), "seq_length": 1024} | settings)
+    return chat.open_samples(options, tokenizer, kind)[0]
+
+
+def marked(samples, tokenizer, index):
+    return chat.marked(samples, tokenizer, index)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "smolvlm", *map(slow, sorted(FAMILIES.keys() - {"qwen2_5_vl", "smolvlm", "paligemma"}))]
+)
+def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three, family):
+    """The same ids as the processor's own chat template, the answers alone in the loss, padded batches as single rows."""
+    folder = models(family)
+    samples = opened(three, folder)
+    model = load_causal_lm(str(folder), attn_implementation="auto", dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    losses = []
+    for index, line in enumerate(three.read_text().splitlines()):
+        messages = json.loads(line)["messages"]
+        for message in messages:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    part["image"] = Image.open(three.parent / part.pop("path"))
+        template = samples.processor.tokenizer.chat_template  # Phi-4's processor has none of its own
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "chat_template": template}
+        inputs = processor.apply_chat_template(messages, **options)
+        ids, learned = samples.tokens(index)
+        assert inputs["input_ids"][0].tolist() == ids.tolist()
+        answers = [message["content"][0]["text"] for message in messages if message["role"] == "assistant"]
+        assert processor.tokenizer.decode(ids[learned]).replace("<|im_end|>", "|").split("|")[:-1] == answers
+        floats = {name: v.float() if v.is_floating_point() else v for name, v in inputs.items()}
+        with torch.no_grad():
+            logits = model(**floats).logits[0, :-1].float()
+        labels = torch.from_numpy(np.where(learned, ids, IGNORED)[1:]).long()
+        losses.append(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item())
+    with torch.no_grad():
+        for index, plain in enumerate(losses):
+            assert causal_lm_loss(model, samples.collate([samples[index]])).item() == pytest.approx(plain, rel=1e-5)
+        batch = samples.collate([samples[index] for index in range(3)], multiple_of=16)
+        assert causal_lm_loss(model, batch).item() == pytest.approx(sum(losses), rel=1e-5)
+    assert len(samples.collate([samples[2]])["labels"]) == 2  # a small image stands in
+
+
+BASE = ("--max_steps", 6, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
+BASE += ("--eval_samples", 5, "--num_generations", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
+
+
+@pytest.fixture(scope="module")
+def base(models, many):
+    return (*BASE, "--train_file", many, "--model_name_or_path", models("qwen2_5_vl"), "--learning_rate", 1e-3)
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory):
+    return run("full_finetune", tmp_path_factory.mktemp("one") / "run", *base)
+
+
+EACH_ONE = ("--per_device_train_batch_size", 1)
+SEES = ("--train_vision", "all", "--vision_lr_scale", 0.5)
+
+
+@pytest.fixture(scope="module")
+def tower_too(base, tmp_path_factory):
+    return run("full_finetune", tmp_path_factory.mktemp("tower") / "run", *base, *SEES)
+
+
+@pytest.mark.parametrize(
+    ("processes", "config", "flags", "strategy"),
+    [
+        (4, "fsdp2", EACH_ONE, "FSDP2 x 4"),  # ranks without an image at many steps
+        (2, "ddp", SEES, "DDP x 2"),
+        slow(2, "ddp", (), "DDP x 2"),
+        slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
+        slow(2, "deepspeed_zero3", EACH_ONE, "ZeRO-3 x 2"),
+        slow(4, "hsdp", EACH_ONE, "HSDP 2 x 2"),
+        slow(2, "tensor_parallel", (), "TP 2"),
+        slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
+    ],
+)
+def test_every_launch_learns_the_same(one_process, tower_too, base, tmp_path, processes, config, flags, strategy):
+    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
+    reference = tower_too if "--train_vision" in flags else one_process
+    result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
+    manifest = result.manifest(6)
+    assert (manifest["world_size"], manifest["strategy"]) == (processes, f"{strategy} on cpu, fp32")
+    for step, loss in reference.losses.items():
+        assert result.losses[step] == pytest.approx(loss, rel=1e-5)
+    assert result.last("eval_loss") == pytest.approx(reference.last("eval_loss"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"paligemma"}))
+def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three, tmp_path, family):
+    """As plain PEFT and transformers load them, both give the losses of the run's last evaluation."""
+    from peft import PeftModel
+
+    folder = models(family)
+    flags = ("--train_file", three, "--validation_file", three, "--model_name_or_path", folder, "--merge_adapter")
+    flags += ("--max_steps", 2, "--global_batch_size", 2, "--seq_length", 1024, "--num_generations", 0)
+    run_here("lora_finetune", *flags, "--learning_rate", 1e-2, "--output_dir", tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    wanted = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert abs(wanted[-1] - wanted[0]) > 1e-3  # the adapter does something
+    samples = opened(three, folder)
+    batch = samples.collate([samples[index] for index in range(3)])
+    model_class = class_of(AutoConfig.from_pretrained(folder))
+    base = model_class.from_pretrained(folder, dtype=torch.float32)
+    for model in (
+        PeftModel.from_pretrained(base, tmp_path / "run" / "final"),
+        model_class.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32),
+    ):
+        with torch.no_grad():
+            loss = causal_lm_loss(model.eval(), batch).item() / len(batch["targets"])
+        assert loss == pytest.approx(wanted[-1], rel=1e-4)
+
+
+def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
+    from safetensors.torch import load_file
+
+    before = load_file(models("qwen2_5_vl") / "model.safetensors")
+    for result, moves in ((one_process, False), (tower_too, True)):
+        tower = {name for name in before if ".visual." in f".{name}" or name.startswith("visual.")}
+        moved = {name for name in tower if not torch.equal(before[name], result.weights()[name])}
+        assert tower and (moved == tower if moves else not moved)
+
+
+def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, many, tmp_path):
+    """Two ranks answer prompts with and without images; final/ loads with its processor, `ask` takes an image."""
+    base = models("qwen2_5_vl")
+    flags = (*BASE, "--train_file", many, "--validation_file", many, "--model_name_or_path", base)
+    flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3)
+    result = run("lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2")
+    print(result.output)
+    rows = [json.loads(line) for line in (result.folder / "answers.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] == 2]
+    assert len(rows) == 5 and (result.folder / "answers.png").stat().st_size > 10_000
+    processor = AutoProcessor.from_pretrained(result.folder / "final")
+    merged = AutoProcessor.from_pretrained(result.folder / "merged")
+    assert merged.to_dict() == processor.to_dict() == AutoProcessor.from_pretrained(base).to_dict()
+    model = load_causal_lm(str(result.folder / "merged"), attn_implementation="auto", dtype=torch.float32).eval()
+    records = [json.loads(line)["messages"] for line in many.read_text().splitlines()]
+    for row in rows:
+        question = row["prompt"].split("<|im_start|>user\n")[1].split("<|im_end|>")[0].split("<|vision_end|>")[-1]
+        (messages,) = [m for m in records if m[0]["content"][-1]["text"] == question]
+        parts = [p if p["type"] == "text" else {"type": "image", "image": Image.open(many.parent / p["path"])}
+                 for p in messages[0]["content"]]  # fmt: skip
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=[0, end], pad_token_id=0)
+        text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        assert row["answer"] == text
+
+
+def png(width=40, height=30) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((height, width, 3), 9, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+ANSWER = turn("assistant", "Grey.")
+COLOUR = "Which colour?"
+
+
+def asks(*parts):
+    return {"messages": [turn("user", *parts), ANSWER]}
+
+
+IN_TEXT = [{"role": "user", "content": f"<image>{COLOUR}"}, {"role": "assistant", "content": "Grey."}]
+
+
+def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
+    """Parts, OpenAI's image_url, columns with marks, ShareGPT, Alpaca, bytes in Parquet, data: URLs."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = models("qwen2_5_vl")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.png").write_bytes(png())
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    as_bytes = {"bytes": png(), "path": None}
+    records = {
+        "path": asks(picture("a/x.png"), COLOUR),
+        "absolute": asks(picture(str(tmp_path / "a/x.png")), COLOUR),
+        "image_url": asks({"type": "image_url", "image_url": {"url": url}}, COLOUR),
+        "next of the column": {"images": ["a/x.png"], "messages": [turn("user", {"type": "image"}, COLOUR), ANSWER]},
+        "column": {"image": "a/x.png", "messages": IN_TEXT},
+        "ShareGPT": {
+            "images": ["a/x.png"],
+            "conversations": [{"from": "human", "value": f"<image>{COLOUR}"}, {"from": "gpt", "value": "Grey."}],
+        },
+        "Alpaca": {"images": "a/x.png", "instruction": f"<image>{COLOUR}", "output": "Grey."},
+        "prompt": {"image": "a/x.png", "prompt": IN_TEXT[:1], "completion": IN_TEXT[1:]},
+        "bytes": {"images": [as_bytes], "messages": IN_TEXT},
+    }
+    wanted = None
+    for name, record in records.items():
+        file = tmp_path / f"{name}.jsonl"
+        if name == "bytes":
+            file = tmp_path / "bytes.parquet"
+            pq.write_table(pa.Table.from_pylist([record]), file)
+        else:
+            write(file, [record])
+        assert see_images(ChatConfig(train_file=(str(file),))), name
+        samples = opened(file, folder)
+        found = [values.tolist() for values in samples.tokens(0)], np.asarray(samples.images(0)[0]).tolist()
+        wanted = wanted or found
+        assert found == wanted, name
+    assert not see_images(ChatConfig(train_file=(str(file),), allow_unused_columns=("images",)))
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "message"),
+    [
+        (asks(picture("../x.png"), COLOUR), {}, r"bad.jsonl:1: the image '../x.png' is outside"),
+        (asks(picture("/etc/hostname"), COLOUR), {}, "is outside of"),
+        (asks(picture("gone.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
+        (asks(picture("text.png"), COLOUR), {}, r"image 1: not an image .*--skip_bad_images"),
+        (asks(picture("cut.png"), COLOUR), {}, "bad.jsonl:1: image 1: "),
+        (asks(picture("https://a.b/c.png"), COLOUR), {}, "add --fetch_images to download it"),
+        ({"images": ["a.png"] * 2, "messages": IN_TEXT}, {}, r"jsonl:1: 2 image\(s\) in the column 'images', but 1 place"),
+        ({"images": ["a.png"], "messages": [turn("user", COLOUR), ANSWER]}, {}, "but 0 place"),
+        (asks(picture("a.png"), "<|image_pad|>?"), {}, r"has 1 image\(s\), but 2 mark"),
+        (asks(picture("a.png"), COLOUR), {"seq_length": 8}, "none of its 1 samples"),
+        (asks({"type": "image", "image": 3}, COLOUR), {}, "an image is int, not a path"),
+    ],
+)  # fmt: skip
+def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, settings, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "x.png").write_bytes(png())
+    (folder / "a.png").write_bytes(png())
+    (folder / "text.png").write_text("no picture")
+    (folder / "cut.png").write_bytes(png(200, 200)[:90])
+    with pytest.raises(ConfigError, match=message):
+        opened(write(folder / "bad.jsonl", [record]), models("qwen2_5_vl"), **settings)
+
+
+def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
+    """What is left out does not move the images of the others; --image_max_pixels makes a long one fit."""
+    (tmp_path / "small.png").write_bytes(png())
+    (tmp_path / "large.png").write_bytes(png(112, 112))
+    names = ["gone.png", "large.png", "small.png"]
+    records = [asks(picture(name), f"{COLOUR} {name}") for name in names]
+    file = write(tmp_path / "some.jsonl", [*records, asks("No image.")])
+    samples = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True)
+    assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
+    said = capsys.readouterr().err
+    assert "1 samples have an image that cannot be read, and are left out; the first is" in said
+    assert "1 samples with images are longer than --seq_length, and left out" in said
+    shrunk = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True, image_max_pixels=40 * 30)
+    assert [image.size for i in range(3) for image in shrunk.images(i)] == [(34, 34), (40, 30)]
+    (tmp_path / "small.png").write_bytes(png(50, 50))
+    with pytest.raises(ConfigError, match=r"small.png: it is 50 x 50 pixels now, and was 40 x 30"):
+        shrunk[1]
+
+
+def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, models, three):
+    with pytest.raises(ConfigError, match="does not see images, and the data have some"):
+        opened(three, tiny_model)
+    with pytest.raises(ConfigError, match=r"PaliGemmaProcessor \(it gives token_type_ids another meaning\)"):
+        opened(three, models("paligemma"))
+
+
+def test_killed_and_resumed_bit_for_bit(base, one_process, tmp_path):
+    """Between two checkpoints, with worker processes; what was read before is not read again."""
+    killed = run("full_finetune", tmp_path / "run", *base, check=False, env={"TEMPLATES_FAULT": "update:kill@4"})
+    assert killed.returncode != 0
+    again = run("full_finetune", tmp_path / "run", *base)
+    assert "resumed" in again.output.lower() or "continues" in again.output.lower(), again.output
+    for name, weight in one_process.weights().items():
+        assert torch.equal(weight, again.weights()[name]), name
+
+
+@pytest.mark.slow
+def test_the_demo_learns_to_read_digits(tmp_path):
+    result = run("full_finetune", tmp_path / "run", "--demo_images", "--max_steps", 120)
+    assert result.last("eval_exact_match") > 0.3, result.output
+    assert "--train_vision all trains 300,384 parameters" in result.output
