@@ -7,11 +7,13 @@ import shlex
 
 import pytest
 import yaml
+from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoTokenizer, ModernBertConfig
 
 from shared import demo
 from shared.config import parse as configs
 from shared.models.options import PRESETS
+from tests import vision_models
 from tests.conftest import ROOT, load_template, run, save_classifier, slow
 from tests.model_families import make
 from tools import memory
@@ -48,7 +50,7 @@ def planned(path):
     length = given["seq_length"] + (given["max_new_tokens"] if template == "grpo" else 0)
     shape = (AutoConfig.for_model(**facts), rows, length, True, lora, given.get("load_in_4bit", False))
     packed, experts = lora > 0 and template != "grpo", given.get("lora_experts", True)
-    job = memory.Job(*shape, packed=packed, lora_experts=experts)
+    job = memory.Job(*shape, packed=packed and "image_max_pixels" not in given, lora_experts=experts)
     rows = {name: peak for name, _, peak in memory.plan(job, processes)}
     return rows[config.removeprefix("multi_node_")].total(str(given.get("gradient_checkpointing", "none"))) / 1e9
 
@@ -100,6 +102,7 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
 
 FAMILY = {"meta-llama": "llama", "runs": "llama", "Qwen": "qwen3", "google/gemma": "gemma3", "openai-community": "gpt2"}
 FAMILY = {"Qwen/Qwen2.5": "qwen2", "Qwen/Qwen3-30B-A3B": "qwen3_moe", "unsloth/gpt-oss": "gpt_oss"} | FAMILY
+SEES = {"Qwen/Qwen3-VL": "qwen3_vl", "HuggingFaceTB/SmolVLM2": "smolvlm"}  # trained on images in conversations
 FAMILY |= {"google/vit": "vit", "microsoft/resnet": "resnet", "facebook/convnext": "convnext", "answerdotai": "modernbert"}
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, "dataloader_num_workers": 0}
 TEXT = {"seq_length": 64, "eval_samples": 4}
@@ -117,7 +120,13 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
     (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
     problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    files = {name: folder / name for name in ("pairs.jsonl", "problems.jsonl", "reviews.csv")} | {
+    for number, label in enumerate(["red", "green"] * 6):
+        Image.new("RGB", (30 + number, 40), label).save(folder / f"{number}.png")
+        parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "Which colour?"}]
+        turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]
+        with (folder / "images.jsonl").open("a") as file:
+            file.write(json.dumps({"messages": turns}) + "\n")
+    files = {name: folder / name for name in ("images.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv")} | {
         "corpus/": text_file.parent
     }
     return files | {
@@ -130,6 +139,9 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
 
 def tiny(name, folder, architectures):
     """A model of the family of a repository of the Hub."""
+    if sees := next((family for start, family in SEES.items() if name.startswith(start)), None):
+        vision_models.make(sees, folder)
+        return folder
     family = next(family for start, family in FAMILY.items() if name.startswith(start))
     if family in ("vit", "resnet", "convnext"):
         return save_classifier(architectures / family, folder)
@@ -151,11 +163,13 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
     given = {key: value for key, value in recipe.items() if key not in LOOPED} | SHORT
     for key in ("train_file", "train_dir"):
         if key in given:
-            given[key] = str(data[given[key]])
+            given[key] = str(data["images.jsonl" if "image_max_pixels" in given else given[key]])
     for key in ("model_name_or_path", "config_name", "tokenizer_name"):
         if key in given:
             given[key] = str(tiny(given[key], tmp_path / "model", architectures))
     given |= {"image_size": 16} if template == "image_classification" else TEXT
+    if "image_max_pixels" in given:
+        given["seq_length"] = 256
     if template == "grpo":
         given |= {"max_new_tokens": 8, "group_size": 2, "eval_answers": 4}
     if template == "text_classification":
