@@ -12,10 +12,10 @@ from torch import nn
 
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
-from shared.models.generation import ends_of, first_lines, generate
+from shared.models.generation import ends_of, generate
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines, open_regular
-from shared.process.printing import indented, print_main
+from shared.process.printing import excerpt, indented, print_main
 from shared.process.redaction import redact
 from shared.run.run import Run
 
@@ -150,10 +150,10 @@ def show(row: dict[str, Any]) -> None:
     parts = {
         "prompt": row["prompt"],
         "reference": row["reference"],
-        f"model at step {row['step']}": first_lines(row["answer"]),
+        f"model at step {row['step']}": row["answer"],
     }
     for title, text in parts.items():
-        print_main(f"--- {title}", *indented(text))
+        print_main(f"--- {title}", *excerpt(indented(text.strip()), 8))
     print_main("---")
 
 

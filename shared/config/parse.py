@@ -24,7 +24,7 @@ import yaml
 from shared.config.types import FREE, Rule
 from shared.process import start
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import quieten_imports
+from shared.process.printing import print_main, quieten_imports
 from shared.process.ranks import is_main_rank
 from shared.process.redaction import redact
 from shared.process.signals import clean_exit
@@ -213,6 +213,7 @@ def parse_or_exit(config_class: type[T]) -> T:
     with clean_exit():
         start.require_shared_beside(Path(getattr(script, "__file__", None) or __file__))
         config = parse(config_class, description=about)
+    print_main("loading PyTorch")
     start.keep_compiled()
     return config
 

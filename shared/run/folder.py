@@ -23,7 +23,8 @@ from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
-FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
+FILES: tuple[str, ...] = ("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json")
+FILES += (audit.FOLDER, TRACE)
 REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
 PICTURES = ("confusion_matrix.png", "mistakes.png")
 MODELS = ("final", "merged", "adapter")

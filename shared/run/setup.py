@@ -37,6 +37,12 @@ from shared.run.run import Run
 from shared.run.state import TrainState
 from shared.training import defaults, optim
 
+# Rows of the summary that only summary.txt has.
+DETAILS = (
+    *("adapters", "attention", "packing", "loss", "log-probabilities", "log probabilities"),
+    *("documents", "mixture", "reference", "labels", "images", "weights"),
+)
+
 
 def _is_open(value: Any) -> bool:
     """Whether the user left a setting open: None, or 0 of a size. False counts as given."""
@@ -327,6 +333,8 @@ class Setup:
             rows["mixture"] = order.describe(total_steps)
         shares = self.strategy.shares(self.models["model"], self.optimizers)
         processes = self.accelerator.num_processes
+        inside = self.dir.is_relative_to(Path.cwd())
+        shown_dir = self.dir.relative_to(Path.cwd()) if inside else self.dir
         held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
         summary(
             self.name,
@@ -339,6 +347,8 @@ class Setup:
                 "cadence": launch.cadence_line(config, total_steps, epoch),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
-                "output": self.dir,
+                "output": f"{shown_dir}; summary.txt there says more",
             },
+            details=DETAILS,
+            file=self.dir / "summary.txt",
         )
