@@ -101,7 +101,7 @@ def summary(
         details: names of rows that only `file` gets.
         file: gets everything, uncut. One rank writes it.
     """
-    width = max(map(len, rows))
+    width = max(len(name) for name, row in rows.items() if row is not None and name not in details)
     lines = {name: f"  {name:<{width}}  {row}" for name, row in rows.items() if row is not None}
     if file is not None and ranks.is_main_rank():
         everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]

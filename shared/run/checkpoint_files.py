@@ -45,17 +45,18 @@ def run_of(folder: Path) -> str | None:
     return None
 
 
-def settings_of(run_dir: Path, named: Path | None) -> dict[str, Any]:
-    """The settings of the checkpoint that a run goes on from; none where it begins or no manifest
-    tells them.
+def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]]:
+    """(the checkpoint that a run continues from, its settings); no settings where the run begins,
+    or where no manifest can be read.
 
     Args:
         named: a checkpoint to begin from, where the run has none itself.
     """
     for folder in [*reversed(checkpoints(run_dir)), *([named] if named else [])]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["settings"])
-    return {}
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            return folder, dict(manifest["settings"])
+    return run_dir, {}
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
@@ -188,24 +189,8 @@ def require_compatible(
             f"--allow_changed {' '.join(unknown)}: no setting of that name; "
             "names have spaces between them"
         )
-    before = manifest.get("settings", {})
-    changed = {
-        k: (before[k], v)
-        for k, v in own["settings"].items()
-        if k in before and not _same(before[k], v)
-    }
-    lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
-    if refused := sorted(set(lines) - free - allowed):
-        allow = (
-            f", or --allow_changed {' '.join(refused)}"
-            if fits
-            else "; its weights do not fit this model"
-        )
-        raise ConfigError(
-            f"{folder} belongs to a run that learns something else "
-            f"({'; '.join(lines[n] for n in refused)}): use the "
-            f"same settings, another --output_dir{allow}"
-        )
+    lines = changes(manifest.get("settings", {}), own["settings"])
+    refuse_changes(folder, lines, free | allowed, fits=fits)
     if manifest.get("strategy") != own["strategy"]:
         lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
     old = manifest.get("versions", {})
@@ -218,6 +203,35 @@ def require_compatible(
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The settings that differ, by name: what each was and is."""
+    return {
+        name: f"{name} was {before[name]!r}, now {value!r}"
+        for name, value in now.items()
+        if name in before and not _same(before[name], value)
+    }
+
+
+def refuse_changes(
+    folder: Path, changed: dict[str, str], allowed: frozenset[str], *, fits: bool | None = None
+) -> None:
+    """Raise ConfigError if settings differ from a checkpoint's that may not.
+
+    Args:
+        changed: see `changes`.
+        allowed: names of settings that may differ.
+        fits: whether its weights fit this run's model; None where that is not known yet.
+    """
+    if refused := sorted(changed.keys() - allowed):
+        condition = "" if fits else ", if its weights fit this model,"
+        allow = f", or{condition} --allow_changed {' '.join(refused)}"
+        raise ConfigError(
+            f"{folder} belongs to a run that learns something else "
+            f"({'; '.join(changed[name] for name in refused)}): use the same settings, another "
+            f"--output_dir{'; its weights do not fit this model' if fits is False else allow}"
+        )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -28,9 +28,10 @@ from shared.parallel.zero import strategy_of
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note, print_main, summary
+from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import settings_of
+from shared.run.checkpoint_files import changes, refuse_changes, settings_of
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
@@ -105,7 +106,11 @@ class Setup:
         self._before: dict[str, Any] = {}
         if self.dir != Path():
             named = config.checkpoint.resume_from_checkpoint
-            self._before = on_main(partial(settings_of, self.dir, named))
+            folder, self._before = on_main(partial(settings_of, self.dir, named))
+            # before minutes of loading; `Checkpointer.resume` looks at all settings
+            given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
+            allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
+            refuse_changes(folder, changes(self._before, given), allowed)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.

@@ -265,9 +265,9 @@ def test_continues_from_an_adapter(base, tmp_path):
 
 def test_the_log_states_the_data_and_marks_what_is_learned(launched):
     done = launched("--packing")
-    assert "chat messages, the default chat template (### User / ### Assistant)" in done.output
+    assert "chat messages, the default chat template (### User / ### Assistant)" in done.summary
     assert "⟦" in done.output and "<|endoftext|>⟧" in done.output
-    assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.output
+    assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.summary
     assert "model at step 0" in done.output and "model at step 8" in done.output
     assert {"eval_loss", "eval_perplexity"} <= done.rows[0].keys()
     logged = done.rows[1].keys()
