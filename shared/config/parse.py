@@ -89,7 +89,7 @@ class Flag:
 
     def _one(self, text: str) -> Any:
         if not text:  # for example "$FILE" in a script that has not set FILE
-            raise ConfigError(f"--{self.name} is given, but empty")
+            raise ConfigError(f"--{self.name} is empty")
         if type(None) in self.parts and text == "None":
             return None
         value = self._converted(text)
@@ -282,7 +282,9 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
     for token in tokens:
         if not token.startswith("--"):
             if not values:
-                raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
+                raise ConfigError(
+                    f"unexpected argument {token!r}: flags begin with --; --help lists them"
+                )
             values[key].append(token)
             continue
         flag, equals, text = token.partition("=")
@@ -294,7 +296,7 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
         if key not in known and key != "config":
             unknown.append(f"{flag}{_suggest(key, known, '--')}")
         elif key in values and (key == "config" or ... in known[key].parts):
-            raise ConfigError(f"{flag} is given twice: give all of its values after one")
+            raise ConfigError(f"{flag} is given twice: put all of its values after one {flag}")
         values[key] = texts
     if unknown:
         plural = "s" * (len(unknown) > 1)

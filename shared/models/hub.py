@@ -60,6 +60,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             "were made from, mostly "
             "the repository of the same name without -GGUF"
         )
+    if str(name).startswith(("/", "./", "../", "~")) and not os.path.exists(name):
+        raise ConfigError(f"{name}: no such folder")
     if os.path.isfile(name):
         raise ConfigError(
             f"{name}: a file; a model is given as the folder that holds its config.json and weights"

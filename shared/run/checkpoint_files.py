@@ -74,7 +74,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             raise ValueError
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{folder}: of format {manifest['format']!r}, and this version reads {FORMAT} only"
+                f"{folder}: format {manifest['format']!r}, but this version reads only {FORMAT}"
             )
         files = {
             name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]}
@@ -91,7 +91,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
     if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
-        raise CheckpointError(f"{folder}: of step {manifest['step']}, was it renamed?")
+        raise CheckpointError(f"{folder}: holds step {manifest['step']}: was it renamed?")
     for name, expected in list(files.items())[part::parts]:
         path = folder / name
         try:
@@ -132,7 +132,7 @@ def write_manifest(
     for name, fact in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != fact["size"]:
             raise OSError(
-                f"{name}, which another rank has written, is not seen here: is the folder shared?"
+                f"rank 0 does not see {name}, which another rank wrote: is the folder shared?"
             )
 
 
@@ -167,22 +167,19 @@ def require_compatible(
     """
     if manifest.get("data") != own["data"] and "data" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other data: use the same, another --output_dir (with "
-            "what this run trained, its "
-            "final/, as the model or adapter to go on from: docs/after_training.md), or "
-            "--allow_changed data"
+            f"{folder} belongs to a run on other data: use the same data, another --output_dir (to "
+            "train its final/ further: docs/after_training.md), or --allow_changed data"
         )
     if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other base weights, of which it holds none "
-            "itself: use the same, another "
-            "--output_dir, or --allow_changed base"
+            f"{folder} belongs to a run on other base weights, which it does not contain: use the "
+            "same base, another --output_dir, or --allow_changed base"
         )
     if (before := manifest["replicas"] or "") != own["replicas"] and "replicas" not in allowed:
         raise ConfigError(
-            f"{folder} is of {before or 'no replicas'} that train apart, and here are "
+            f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch has "
             f"{own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, which "
-            "begins at the agreed weights and loses each replica's own and its optimizer"
+            "starts from the agreed weights and drops each replica's own weights and optimizer"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(

@@ -150,11 +150,11 @@ def start(
 def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
     """How often a run evaluates and saves, for the summary."""
     parts = []
-    for verb, every, flag in (
-        ("evaluates", config.evaluation.every(total_steps, steps_per_epoch), "eval_steps"),
-        ("saves", config.checkpoint.every(total_steps), "save_steps"),
+    for verb, every in (
+        ("evaluates", config.evaluation.every(total_steps, steps_per_epoch)),
+        ("saves", config.checkpoint.every(total_steps)),
     ):
-        often = f"every {every:,} steps" if every < total_steps else f"only at the end (--{flag})"
+        often = f"every {every:,} steps" if every < total_steps else "at the end"
         parts.append(f"{verb} {often}")
     metric = config.evaluation.metric_for_best_model
     decay = config.evaluation.ema_decay
@@ -167,9 +167,9 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
     (at_once, accumulation) = batch.micro_batch()
     readers = ranks.data_parallel_size()
-    processes = f"{readers} process(es)"
+    processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:
-        processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
+        processes = f"{readers} group{'s' * (readers > 1)} of {accelerator.num_processes // readers} processes"
     line = (
         f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"

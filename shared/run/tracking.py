@@ -118,7 +118,7 @@ class Tracker:
             try:
                 self.accelerator.init_trackers(project, settings, {"wandb": options})
             except wandb.errors.Error as error:  # nor without a network: it is what was asked for
-                raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
+                raise ConfigError(f"W&B refuses this run ({first_line(error)})") from None
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
             print_main(
@@ -136,7 +136,7 @@ class Tracker:
         except Exception as error:
             if self.name:
                 print_main(
-                    f"warning: {self.name} failed and is left out from here on "
+                    f"warning: {self.name} failed, and the run goes on without it "
                     f"({first_line(error)})"
                 )
             self.name = None

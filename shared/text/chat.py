@@ -53,7 +53,7 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
         "messages would get it"
     ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
-    "special": "texts have the string of a special token in them, which is read as that token",
+    "special": "texts contain the string of a special token, which is read as that token",
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
@@ -324,8 +324,8 @@ def open_samples(
     )
     if copies := _count_copies(train, validation):
         note(
-            f"warning: {copies:,} of the {len(validation):,} texts to validate on are "
-            "trained on, too, word for word"
+            f"warning: {copies:,} of the {len(validation):,} validation texts are in the training "
+            "data, too, word for word"
         )
     return train, validation
 

@@ -427,7 +427,7 @@ def test_the_best_of_another_resolution_is_no_best(base, tmp_path, capsys):
     run_here_and_read(tmp_path / "run", (*flags, "--max_steps", 2))
     more = ("--image_size", 24, "--max_steps", 4, "--allow_changed", "image_size", "max_steps")
     done = run_here_and_read(tmp_path / "run", (*flags, *more))
-    assert "step 2 was the best of another metric, other data or settings: forgotten" in capsys.readouterr().err
+    assert "the best score, of step 2, came from another metric, other data or settings" in capsys.readouterr().err
     assert f"| eval_loss | {evaluation(done.folder)['loss']:.4f} |" in (done.folder / "final/README.md").read_text()
 
 

@@ -390,7 +390,7 @@ def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, 
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     (line,) = capsys.readouterr().err.splitlines()  # the records are alike
-    assert line.endswith("texts to validate on are trained on, too, word for word")
+    assert line.endswith("validation texts are in the training data, too, word for word")
 
 
 def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):
@@ -414,7 +414,7 @@ def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monk
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
     assert "data.jsonl:31" in said
-    assert "warning: 2 of the 2 texts to validate on are trained on, too, word for word" in said
+    assert "warning: 2 of the 2 validation texts are in the training data, too, word for word" in said
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for turn, is_empty in (
