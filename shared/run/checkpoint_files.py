@@ -177,9 +177,9 @@ def require_compatible(
         )
     if (before := manifest["replicas"] or "") != own["replicas"] and "replicas" not in allowed:
         raise ConfigError(
-            f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch has "
-            f"{own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, which "
-            "starts from the agreed weights and drops each replica's own weights and optimizer"
+            f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch "
+            f"has {own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, "
+            "which starts from the agreed weights and drops each replica's own weights and optimizer"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(

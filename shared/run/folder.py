@@ -62,8 +62,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     seen = gather_object([token.exists()])
     if not all(seen):
         raise ConfigError(
-            f"--output_dir {folder}: rank {seen.index(False)} does not see what rank 0 writes there; "
-            "checkpoints need a folder that all machines share"
+            f"--output_dir {folder}: rank {seen.index(False)} does not see what rank 0 writes "
+            "there; checkpoints need a folder that all machines share"
         )
     on_main(lambda: _tidy(folder))
     report_end_in(folder)

@@ -169,7 +169,8 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     readers = ranks.data_parallel_size()
     processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:
-        processes = f"{readers} group{'s' * (readers > 1)} of {accelerator.num_processes // readers} processes"
+        of_group = accelerator.num_processes // readers
+        processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
     line = (
         f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"

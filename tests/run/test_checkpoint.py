@@ -98,7 +98,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
         saver.resume(newest)
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         saver.resume()
 
 
