@@ -179,7 +179,7 @@ def require_compatible(
         raise ConfigError(
             f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch "
             f"has {own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, "
-            "which starts from the agreed weights and drops each replica's own weights and optimizer"
+            "which starts from the agreed weights and drops the weights and optimizer of each"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(
