@@ -44,7 +44,7 @@ KINDS = {
     "sky jobs launch ": "job",
     r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
     r"jobs/rehearse/": "rehearsal",
-    r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |pip install \"": "other tool",
+    r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |curl |pip install \"": "other tool",
     r"git clone |python llama\.cpp/|echo \"FROM|ollama ": "other tool",
     r"mkdir -p runs$|cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
@@ -433,7 +433,8 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
     _, *arguments = shlex.split(command.removesuffix(" &"))
     url = f"http://localhost:{(port := free_port())}"
     serve = [sys.executable, "-m", "transformers.cli.transformers", *arguments, "--port", str(port)]
-    message = {"model": arguments[-1], "max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
+    (request,) = [part for part in PARTS if part.startswith("curl http://localhost")]
+    message = json.loads(shlex.split(request)[-1]) | {"max_tokens": 20}
     post = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(message).encode())
     post.add_header("Content-Type", "application/json")
     with subprocess.Popen(serve) as server:
