@@ -240,9 +240,9 @@ class EvaluationConfig:
 
     def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
         """Optimizer steps between evaluations."""
-        steps = _steps_between(self.eval_steps or steps_per_epoch or total_steps, total_steps)
-        is_share = self.eval_steps is not None and self.eval_steps < 1
-        return min(steps, max(1, math.ceil(total_steps / 2))) if is_share else steps
+        every = self.eval_steps or steps_per_epoch or total_steps
+        steps = _steps_between(every, total_steps)
+        return min(steps, math.ceil(total_steps / 2) or 1) if every < 1 else steps
 
 
 @dataclass(frozen=True)

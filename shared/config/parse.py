@@ -299,10 +299,11 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
             raise ConfigError(f"{flag} is given twice: put all of its values after one {flag}")
         values[key] = texts
     if unknown:
-        plural = "s" * (len(unknown) > 1)
         more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
         more *= any(": " not in flag for flag in unknown)
-        raise ConfigError(f"unknown flag{plural} {'; '.join(unknown)}; --help lists all{more}")
+        raise ConfigError(
+            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all{more}"
+        )
     for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo
             raise ConfigError(f"--{key} needs a value")

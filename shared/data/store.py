@@ -61,15 +61,15 @@ class Notes:
     def add_cut(self, length: int) -> None:
         """Count a sample of so many tokens, which --seq_length cuts."""
         self.add("cut")
-        self.add(f"length {-(-length // 64) * 64}")  # few different ones
+        self.add(f"length {length // 64 * 64 + 64}")  # few different ones
 
     def warn_of_cuts(self, source: str, samples: int) -> None:
         """Say if --seq_length cuts more than a tenth of the samples, and which one cuts none."""
         if (cut := self.counts["cut"]) > samples / 10:
-            dropped = self.counts["dropped"]
             note(
                 f"warning: --seq_length cuts {cut:,} of the {samples:,} samples of {source}"
-                + f" and leaves {dropped:,} without an answer" * bool(dropped)
+                + f" and leaves {self.counts['dropped']:,} without an answer"
+                * bool(self.counts["dropped"])
                 + f"; --seq_length {max(map(int, self.named('length ')))} cuts none"
             )
 

@@ -60,12 +60,12 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             "were made from, mostly "
             "the repository of the same name without -GGUF"
         )
-    if str(name).startswith(("/", "./", "../", "~")) and not os.path.exists(name):
-        raise ConfigError(f"{name}: no such folder")
     if os.path.isfile(name):
         raise ConfigError(
             f"{name}: a file; a model is given as the folder that holds its config.json and weights"
         )
+    if str(name).startswith(("/", ".")) and not is_folder:
+        raise ConfigError(f"{name}: no such folder")
     if is_folder:
         if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(
             os.path.join(name, "final")
