@@ -274,8 +274,8 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is
-    # always written
+    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, trackio, ...), or none;
+    # metrics.jsonl is always written
     report_to: Free[str] = "wandb"
     # Project of the tracker; if not given, the template's name
     project_name: Free[str | None] = None
