@@ -7,5 +7,6 @@ import os
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # W&B's own crash reports, to another company's server
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 __version__ = "0.2.0"

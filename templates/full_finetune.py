@@ -14,10 +14,14 @@ NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Z
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared import demo
 from shared.config import parse as configs

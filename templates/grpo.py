@@ -17,9 +17,14 @@ Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared import demo
 from shared.config import parse as configs

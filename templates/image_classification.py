@@ -12,9 +12,14 @@ torchvision's references.
 """
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared.config import parse as configs
 from shared.config.options import (

@@ -14,9 +14,14 @@ arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared import demo
 from shared.config import parse as configs

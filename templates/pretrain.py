@@ -14,9 +14,14 @@ Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared.config import parse as configs
 from shared.config.options import (

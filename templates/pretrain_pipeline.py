@@ -16,8 +16,13 @@ cross them. Evaluates in micro-batches of training's size.
 """
 
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared.config import parse as configs
 from shared.config.options import (

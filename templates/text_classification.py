@@ -13,9 +13,14 @@ r"""Classify texts or pairs of texts: one class, several, or a number; all weigh
 Fine-tuning of encoders: Devlin et al., arXiv 1810.04805. LoRA: Hu et al., arXiv 2106.09685.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+# finds shared/ where the project is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from shared import demo
 from shared.config import parse as configs

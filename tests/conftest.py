@@ -236,6 +236,11 @@ class Run:
     output: str
 
     @property
+    def summary(self) -> str:
+        """All of it: the console shows less."""
+        return (self.folder / "summary.txt").read_text()
+
+    @property
     def rows(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 

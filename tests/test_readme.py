@@ -452,7 +452,8 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
     _, *arguments = shlex.split(command.removesuffix(" &"))
     url = f"http://localhost:{(port := free_port())}"
     serve = [sys.executable, "-m", "transformers.cli.transformers", *arguments, "--port", str(port)]
-    message = {"model": arguments[-1], "max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
+    (request,) = [part for part in PARTS if part.startswith("curl http://localhost")]
+    message = json.loads(shlex.split(request)[-1]) | {"max_tokens": 20}
     post = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(message).encode())
     post.add_header("Content-Type", "application/json")
     with subprocess.Popen(serve) as server:

@@ -271,7 +271,7 @@ COMMANDS = """
 
 def test_a_killed_run_resumes() -> None:
     for command in COMMANDS.strip().splitlines():
-        verify = [sys.executable, "-m", "shared", "verify-resume", "--steps", "4", "--", *shlex.split(command)]
+        verify = [sys.executable, "-m", "shared", "verify-resume", "--steps", "3", "--", *shlex.split(command)]
         subprocess.run(verify, check=True, cwd=Path(__file__).parent, env=os.environ | {{"ACCELERATE_USE_CPU": "true"}})
 
 

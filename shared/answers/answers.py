@@ -13,12 +13,13 @@ from torch import nn
 
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
-from shared.models.generation import ends_of, first_lines, generate
+from shared.models.generation import ends_of, generate
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines, open_regular
-from shared.process.printing import collapsed, indented, print_main
+from shared.process.printing import collapsed, excerpt, indented, print_main
 from shared.process.redaction import redact
 from shared.run.run import Run
+from shared.run.state import better
 
 Score = Callable[[str, dict[str, Any]], dict[str, float]]
 FILE = "answers.jsonl"
@@ -80,8 +81,9 @@ def answer(
 def log_answers(
     run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score
 ) -> dict[str, float]:
-    """Let the model answer validation prompts, score the answers and log them: in answers.jsonl and
-    as a table in W&B. Inside of `run.evaluating`; every rank calls this, and answers its share.
+    """Let the model answer validation prompts, score the answers and log them: in answers.jsonl, as
+    a table in W&B, and the ten worst of the latest evaluation in evaluation.json. Inside of
+    `run.evaluating`; every rank calls this, and answers its share.
 
     --eval_answers prompts at each evaluation, evenly spaced over the samples. --num_generations of
     them, or as many without --eval_answers, are printed before training and at its end.
@@ -149,10 +151,19 @@ def log_answers(
         return {}
     if cut := sum(row["cut"] for row in rows):
         print_main(f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}")
-    return {
+    means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])
         for name in names
     }
+    if run.is_main and means:
+        metric = config.evaluation.metric_for_best_model
+        by = metric if metric in names else next(iter(names))
+        scored = [row for row in rows if by in row["scores"]]
+        scored.sort(key=lambda row: row["scores"][by], reverse=better(by) == "lower")
+        report = {"step": run.state.step, **means, f"worst by {by}": scored[:10]}
+        with open_regular(run.dir / "evaluation.json") as file:
+            json.dump(redact(report), file, indent=1)
+    return means
 
 
 def show(row: dict[str, Any]) -> None:
@@ -160,10 +171,10 @@ def show(row: dict[str, Any]) -> None:
     parts = {
         "prompt": row["prompt"],
         "reference": row["reference"],
-        f"model at step {row['step']}": first_lines(row["answer"]),
+        f"model at step {row['step']}": row["answer"],
     }
     for title, text in parts.items():
-        print_main(f"--- {title}", *indented(text))
+        print_main(f"--- {title}", *excerpt(indented(text.strip()), 8))
     print_main("---")
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
 from shared.commands.run import kill
 from shared.data import audit
@@ -93,13 +92,13 @@ def train(
     steps: int,
     kill_after: int | None = None,
     deterministic: bool = True,
-    on_step: Callable[[int], Any] = lambda step: None,
+    show_progress: bool = False,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
     and saved a checkpoint.
 
     Args:
-        on_step: called again and again with the step that was logged last.
+        show_progress: print what it loads, its steps and its evaluations.
 
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
@@ -125,13 +124,16 @@ def train(
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
-    with log.open("a") as output:
+    with log.open("a") as output, log.open(errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env
         )
         while process.poll() is None:
-            on_step(step := logged(run_dir))
-            if kill_after is not None and step >= kill_after and checkpoints(run_dir):
+            for line in lines:
+                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
+                    print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+            if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
                 return
@@ -240,9 +242,14 @@ def verify(
     ):
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
-        how: Any = {"steps": steps, "kill_after": kill_after, "deterministic": deterministic}
-        with tqdm(total=steps, unit="step", leave=False, disable=None if verbose else True) as bar:
-            train(command, run_dir, **how, on_step=lambda step: bar.update(step - bar.n))
+        train(
+            command,
+            run_dir,
+            steps=steps,
+            kill_after=kill_after,
+            deterministic=deterministic,
+            show_progress=verbose,
+        )
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs(
             "the run did not resume: it started from scratch, so equal results prove nothing"
@@ -257,7 +264,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--steps", type=int, default=12, help="optimizer steps to train, at least 3 (default: 12)"
+        "--steps", type=int, default=6, help="optimizer steps to train, at least 3 (default: 6)"
     )
     parser.add_argument("--keep", type=Path, help="keep both runs in this empty folder")
     parser.add_argument(

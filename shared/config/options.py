@@ -219,9 +219,9 @@ def _steps_between(every: float, total_steps: int) -> int:
 class EvaluationConfig:
     """Evaluation and best weights."""
 
-    # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps
-    # (0.02: 50 steps, or a fiftieth of a run of more than 2,500); None: an epoch. One more is made
-    # before training (not of images) and at its end.
+    # Optimizer steps between evaluations; None: an epoch. Below 1, a share of the run: 0.05
+    # evaluates every 20 steps (1 / 0.05), 20 times in a run of more than 400 steps, and twice in a
+    # short one. One more comes before training (not for images) and one at its end.
     eval_steps: Free[Steps[int | float | None]] = 0.02
     # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
     # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
@@ -240,7 +240,9 @@ class EvaluationConfig:
 
     def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
         """Optimizer steps between evaluations."""
-        return _steps_between(self.eval_steps or steps_per_epoch or total_steps, total_steps)
+        every = self.eval_steps or steps_per_epoch or total_steps
+        steps = _steps_between(every, total_steps)
+        return min(steps, math.ceil(total_steps / 2) or 1) if every < 1 else steps
 
 
 @dataclass(frozen=True)
@@ -250,8 +252,8 @@ class CheckpointConfig:
     # Folder of the run; a run that is there continues; if not given, a new
     # outputs/<template>/<time>
     output_dir: Free[Path | None] = None
-    # Optimizer steps between checkpoints; below 1: share of the run, but at least 1 / share steps
-    # (0.02: 50 steps, or a fiftieth of a run of more than 2,500). One is always written at the end.
+    # Optimizer steps between checkpoints. Below 1, a share of the run: 0.05 saves every 20 steps
+    # (1 / 0.05), and 20 times in a run of more than 400 steps. One more comes at the end.
     save_steps: Free[Steps[int | float]] = 0.01
     # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
     save_total_limit: Free[Count] = 2
@@ -272,8 +274,8 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is
-    # always written
+    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, trackio, ...), or none;
+    # metrics.jsonl is always written
     report_to: Free[str] = "wandb"
     # Project of the tracker; if not given, the template's name
     project_name: Free[str | None] = None

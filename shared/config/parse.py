@@ -24,7 +24,7 @@ import yaml
 from shared.config.types import FREE, Rule
 from shared.process import start
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import quieten_imports
+from shared.process.printing import print_main, quieten_imports
 from shared.process.ranks import is_main_rank
 from shared.process.redaction import redact
 from shared.process.signals import clean_exit
@@ -89,7 +89,7 @@ class Flag:
 
     def _one(self, text: str) -> Any:
         if not text:  # for example "$FILE" in a script that has not set FILE
-            raise ConfigError(f"--{self.name} is given, but empty")
+            raise ConfigError(f"--{self.name} is empty")
         if type(None) in self.parts and text == "None":
             return None
         value = self._converted(text)
@@ -213,6 +213,7 @@ def parse_or_exit(config_class: type[T]) -> T:
     with clean_exit():
         start.require_shared_beside(Path(getattr(script, "__file__", None) or __file__))
         config = parse(config_class, description=about)
+    print_main("loading PyTorch")
     start.keep_compiled()
     return config
 
@@ -281,7 +282,9 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
     for token in tokens:
         if not token.startswith("--"):
             if not values:
-                raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
+                raise ConfigError(
+                    f"unexpected argument {token!r}: flags begin with --; --help lists them"
+                )
             values[key].append(token)
             continue
         flag, equals, text = token.partition("=")
@@ -293,13 +296,14 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
         if key not in known and key != "config":
             unknown.append(f"{flag}{_suggest(key, known, '--')}")
         elif key in values and (key == "config" or ... in known[key].parts):
-            raise ConfigError(f"{flag} is given twice: give all of its values after one")
+            raise ConfigError(f"{flag} is given twice: put all of its values after one {flag}")
         values[key] = texts
     if unknown:
-        plural = "s" * (len(unknown) > 1)
         more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
         more *= any(": " not in flag for flag in unknown)
-        raise ConfigError(f"unknown flag{plural} {'; '.join(unknown)}; --help lists all{more}")
+        raise ConfigError(
+            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all{more}"
+        )
     for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo
             raise ConfigError(f"--{key} needs a value")

@@ -29,6 +29,7 @@ from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
+from shared.process.printing import note, print_main
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
@@ -56,6 +57,21 @@ class Notes:
             self.seen.add((what, place))
             self.first.setdefault(what, place)
         self.counts[what] += 1
+
+    def add_cut(self, length: int) -> None:
+        """Count a sample of so many tokens, which --seq_length cuts."""
+        self.add("cut")
+        self.add(f"length {length // 64 * 64 + 64}")  # few different ones
+
+    def warn_of_cuts(self, source: str, samples: int) -> None:
+        """Say if --seq_length cuts more than a tenth of the samples, and which one cuts none."""
+        if (cut := self.counts["cut"]) > samples / 10:
+            note(
+                f"warning: --seq_length cuts {cut:,} of the {samples:,} samples of {source}"
+                + f" and leaves {self.counts['dropped']:,} without an answer"
+                * bool(self.counts["dropped"])
+                + f"; --seq_length {max(map(int, self.named('length ')))} cuts none"
+            )
 
     def update(self, later: Notes) -> None:
         self.counts.update(later.counts)
@@ -205,12 +221,16 @@ def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -
         return
     items = islice(encode.items(source, notes), writer.items_done, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
+    printed = monotonic()
     with tqdm(
         desc=f"tokenising {source.name}", initial=writer.items_done, leave=False, disable=None
     ) as bar:
         for count, encoded, of_batch in found:
             writer.add(count, encoded, of_batch)
             bar.update(count)
+            if bar.disable and monotonic() - printed > 20:  # the output goes to a file
+                print_main(f"tokenising {source.name}: {writer.items_done:,} records")
+                printed = monotonic()
             faults.point("prepare")
     if not writer.items_done:
         raise ConfigError(f"{source.name}: no records in it")

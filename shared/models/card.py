@@ -57,6 +57,35 @@ def model_card(
     )
 
 
+def load_line(model: Any) -> str:
+    """Lines of Python that load a whole model from final/."""
+    return f"""import transformers
+
+model = transformers.{type(model).__name__}.from_pretrained("final")"""
+
+
+def usage(load: str, tokenizer: Any) -> str:
+    """Lines of Python that answer a question, for the card of a language model.
+
+    Args:
+        load: lines that make `model`.
+        tokenizer: with a chat template, or of plain text.
+    """
+    prompt = 'tokenizer("Once", return_tensors="pt")'
+    if tokenizer.chat_template:
+        prompt = """tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Hello"}],
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)"""
+    return f"""{load}
+tokenizer = transformers.AutoTokenizer.from_pretrained("final")
+prompt = {prompt}
+answer = model.generate(**prompt, max_new_tokens=100)[0, prompt["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
+
+
 def _yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(redact(values), sort_keys=False, allow_unicode=True)
 

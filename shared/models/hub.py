@@ -21,7 +21,7 @@ from shared.process.errors import (
     is_out_of_memory,
 )
 from shared.process.files import NOT_REGULAR
-from shared.process.printing import note
+from shared.process.printing import note, print_main
 
 _AN_ADAPTER = (
     "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path "
@@ -64,6 +64,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         raise ConfigError(
             f"{name}: a file; a model is given as the folder that holds its config.json and weights"
         )
+    if str(name).startswith(("/", ".")) and not is_folder:
+        raise ConfigError(f"{name}: no such folder")
     if is_folder:
         if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(
             os.path.join(name, "final")
@@ -79,6 +81,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if first is None:
         options["trust_remote_code"] = False
     whole = of_weights and "output_loading_info" not in options
+    if of_weights:
+        print_main(f"loading {name}")
     try:
         with _no_pickles(name):
             loaded = auto_class.from_pretrained(

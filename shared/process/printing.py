@@ -3,6 +3,8 @@
 import logging
 import re
 import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.process import ranks
@@ -45,6 +47,18 @@ def collapsed(text: str) -> str:
     )
 
 
+def excerpt(lines: Sequence[str], most: int = 12) -> list[str]:
+    """The beginning and the end of many lines, and of long ones: what fits a console."""
+    half = most // 2
+    if len(lines) > most + 1:
+        left_out = f"  ... {len(lines) - most} more lines ..."
+        lines = [*lines[:half], left_out, *lines[-half:]]
+    return [
+        line if len(line) <= COLUMNS else f"{line[: COLUMNS - 45]} ... {line[-40:]}"
+        for line in lines
+    ]
+
+
 def print_main(*lines: str) -> None:
     """Print on the main rank, above a progress bar if there is one. Each argument is one line,
     whatever it quotes.
@@ -56,7 +70,9 @@ def print_main(*lines: str) -> None:
         sys.stderr.flush()
 
 
-_kept: list[str] | None = None  # notes, while a run is set up
+COLUMNS = 100
+# notes, while a run is set up
+_kept: list[tuple[str, ...]] | None = None
 
 
 def keep_notes() -> None:
@@ -66,29 +82,48 @@ def keep_notes() -> None:
 
 
 def note(*lines: str) -> None:
-    """Print on the main rank what is to be known of a run: after its summary, if that is to
-    come.
+    """Print a fact about a run on the main rank: after its summary, if that is still to come.
+
+    Args:
+        lines: the fact, and what it is about, of which an `excerpt` is printed.
     """
     if _kept is None:
-        print_main(*lines)
+        print_main(*lines[:1], *excerpt(lines[1:]))
     else:
-        _kept.extend(lines)
+        _kept.append(lines)
 
 
 def release_notes() -> None:
     """Print the notes that were kept, and each further one at once."""
     global _kept
-    lines = _kept
+    notes = _kept
     _kept = None
-    if lines:
-        print_main(*lines)
+    for lines in notes or ():
+        note(*lines)
 
 
-def summary(title: str, rows: dict[str, Any]) -> None:
-    """Print the settings in force, aligned, on the main rank; then the notes. Rows that are None
-    are left out.
+def summary(
+    title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
+) -> None:
+    """Print the settings in force on the main rank, aligned, each in a line of 100 columns; then
+    the notes.
+
+    Args:
+        rows: those that are None are left out.
+        details: names of rows that only `file` gets.
+        file: gets everything, uncut. One rank writes it.
     """
-    rows = {k: v for k, v in rows.items() if v is not None}
-    width = max(map(len, rows))
-    print_main(title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+    width = max(len(name) for name, row in rows.items() if row is not None and name not in details)
+    lines = {name: f"  {name:<{width}}  {row}" for name, row in rows.items() if row is not None}
+    if file is not None and ranks.is_main_rank():
+        everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
+        file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
+    print_main(
+        title,
+        *(
+            line if len(line) <= COLUMNS or name == "output" else f"{line[: COLUMNS - 4]} ..."
+            for name, line in lines.items()
+            if name not in details
+        ),
+    )
     release_notes()

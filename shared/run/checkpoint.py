@@ -440,8 +440,8 @@ class Checkpointer:
             return folder
         if own:
             raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; another "
-                "--output_dir starts anew"
+                f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
+                "it; to start anew, choose another --output_dir"
             )
         return None
 

@@ -45,17 +45,18 @@ def run_of(folder: Path) -> str | None:
     return None
 
 
-def settings_of(run_dir: Path, named: Path | None) -> dict[str, Any]:
-    """The settings of the checkpoint that a run goes on from; none where it begins or no manifest
-    tells them.
+def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]]:
+    """(the checkpoint that a run continues from, its settings); no settings where the run begins,
+    or where no manifest can be read.
 
     Args:
         named: a checkpoint to begin from, where the run has none itself.
     """
     for folder in [*reversed(checkpoints(run_dir)), *([named] if named else [])]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["settings"])
-    return {}
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            return folder, dict(manifest["settings"])
+    return run_dir, {}
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             raise ValueError
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{folder}: of format {manifest['format']!r}, and this version reads {FORMAT} only"
+                f"{folder}: format {manifest['format']!r}, but this version reads only {FORMAT}"
             )
         files = {
             name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]}
@@ -90,7 +91,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
     if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
-        raise CheckpointError(f"{folder}: of step {manifest['step']}, was it renamed?")
+        raise CheckpointError(f"{folder}: holds step {manifest['step']}: was it renamed?")
     for name, expected in list(files.items())[part::parts]:
         path = folder / name
         try:
@@ -131,7 +132,7 @@ def write_manifest(
     for name, fact in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != fact["size"]:
             raise OSError(
-                f"{name}, which another rank has written, is not seen here: is the folder shared?"
+                f"rank 0 does not see {name}, which another rank wrote: is the folder shared?"
             )
 
 
@@ -166,46 +167,27 @@ def require_compatible(
     """
     if manifest.get("data") != own["data"] and "data" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other data: use the same, another --output_dir (with "
-            "what this run trained, its "
-            "final/, as the model or adapter to go on from: docs/after_training.md), or "
-            "--allow_changed data"
+            f"{folder} belongs to a run on other data: use the same data, another --output_dir (to "
+            "train its final/ further: docs/after_training.md), or --allow_changed data"
         )
     if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other base weights, of which it holds none "
-            "itself: use the same, another "
-            "--output_dir, or --allow_changed base"
+            f"{folder} belongs to a run on other base weights, which it does not contain: use the "
+            "same base, another --output_dir, or --allow_changed base"
         )
     if (before := manifest["replicas"] or "") != own["replicas"] and "replicas" not in allowed:
         raise ConfigError(
-            f"{folder} is of {before or 'no replicas'} that train apart, and here are "
-            f"{own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, which "
-            "begins at the agreed weights and loses each replica's own and its optimizer"
+            f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch "
+            f"has {own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, "
+            "which starts from the agreed weights and drops the weights and optimizer of each"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(
             f"--allow_changed {' '.join(unknown)}: no setting of that name; "
             "names have spaces between them"
         )
-    before = manifest.get("settings", {})
-    changed = {
-        k: (before[k], v)
-        for k, v in own["settings"].items()
-        if k in before and not _same(before[k], v)
-    }
-    lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
-    if refused := sorted(set(lines) - free - allowed):
-        allow = (
-            f", or --allow_changed {' '.join(refused)}"
-            if fits
-            else "; its weights do not fit this model"
-        )
-        raise ConfigError(
-            f"{folder} belongs to a run that learns something else "
-            f"({'; '.join(lines[n] for n in refused)}): use the "
-            f"same settings, another --output_dir{allow}"
-        )
+    lines = changes(manifest.get("settings", {}), own["settings"])
+    refuse_changes(folder, lines, free | allowed, fits=fits)
     if manifest.get("strategy") != own["strategy"]:
         lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
     old = manifest.get("versions", {})
@@ -218,6 +200,35 @@ def require_compatible(
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The settings that differ, by name: what each was and is."""
+    return {
+        name: f"{name} was {before[name]!r}, now {value!r}"
+        for name, value in now.items()
+        if name in before and not _same(before[name], value)
+    }
+
+
+def refuse_changes(
+    folder: Path, changed: dict[str, str], allowed: frozenset[str], *, fits: bool | None = None
+) -> None:
+    """Raise ConfigError if settings differ from a checkpoint's that may not.
+
+    Args:
+        changed: see `changes`.
+        allowed: names of settings that may differ.
+        fits: whether its weights fit this run's model; None where that is not known yet.
+    """
+    if refused := sorted(changed.keys() - allowed):
+        condition = "" if fits else ", if its weights fit this model,"
+        allow = f", or{condition} --allow_changed {' '.join(refused)}"
+        raise ConfigError(
+            f"{folder} belongs to a run that learns something else "
+            f"({'; '.join(changed[name] for name in refused)}): use the same settings, another "
+            f"--output_dir{'; its weights do not fit this model' if fits is False else allow}"
+        )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -118,6 +118,8 @@ def run(main: Callable[[Any], None], config: Any) -> None:
             except BaseException as error:
                 end = _as_clean_exit(error, config)
                 record_end(_folder, end or error, _step)
+                if output_dir is None and _folder and not (_folder / "config.yaml").exists():
+                    discard(_folder)  # a new one, in which nothing has begun
                 if end is None or end is error:
                     raise
                 raise end from error

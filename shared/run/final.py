@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shared.models.card import load_line, usage
 from shared.models.generation import end_generation_at
 from shared.models.loading import save_causal_lm
 from shared.models.weights import gather_weights
@@ -38,6 +39,5 @@ def save_whole(
     end_generation_at(whole, end)  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
         save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
-        load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        card = run.card(title, about, load=load, base_model=name)
+        card = run.card(title, about, load=usage(load_line(whole), tokenizer), base_model=name)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shared.models import adapters
+from shared.models.card import load_line, usage
 from shared.models.generation import end_generation_at
 from shared.models.loading import copy_processor, save_what_text_does_not_reach
 from shared.models.weights import gather_weights
@@ -44,10 +45,9 @@ def save_adapter(
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_processor(name, folder)
-        front = {"library_name": "peft", "base_model": name}
-        card = run.card(
-            f"LoRA adapter of {Path(name).name}", about, load=adapters.load_line(whole), **front
-        )
+        title = f"LoRA adapter of {Path(name).name}"
+        load = usage(adapters.load_line(whole), tokenizer)
+        card = run.card(title, about, load=load, library_name="peft", base_model=name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.adapter.merge_adapter:
         merged = adapters.merge(
@@ -58,6 +58,10 @@ def save_adapter(
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             save_what_text_does_not_reach(name, merged, folder)
+            title = f"{Path(name).name} with a LoRA adapter merged in"
+            load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
+            card = run.card(title, about, load=load, base_model=name)
+            (folder / "README.md").write_text(card, encoding="utf-8")
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(

@@ -23,7 +23,8 @@ from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
-FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
+FILES: tuple[str, ...] = ("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json")
+FILES += (audit.FOLDER, TRACE)
 REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
 PICTURES = ("confusion_matrix.png", "mistakes.png")
 MODELS = ("final", "merged", "adapter")
@@ -61,9 +62,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     seen = gather_object([token.exists()])
     if not all(seen):
         raise ConfigError(
-            f"--output_dir {folder}: what rank 0 writes there is not seen by rank "
-            f"{seen.index(False)}; checkpoints need a "
-            "folder that all machines share"
+            f"--output_dir {folder}: rank {seen.index(False)} does not see what rank 0 writes "
+            "there; checkpoints need a folder that all machines share"
         )
     on_main(lambda: _tidy(folder))
     report_end_in(folder)
@@ -98,8 +98,8 @@ def _lock(folder: Path) -> None:
             ) from None
         # a file system that has no locks
         note(
-            f"warning: {folder} cannot be locked ({error.strerror}): see that "
-            "no other run writes to it"
+            f"warning: {folder} cannot be locked ({error.strerror}): make sure "
+            "that no other run writes to it"
         )
     _locks[folder] = file
     number = run_id(folder)
@@ -132,9 +132,8 @@ def run_id(folder: Path) -> str:
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
         raise ConfigError(
-            f"--output_dir {folder}: holds {present[0]}, which would be overwritten, and no "
-            "checkpoint of its run: move it "
-            "away, or choose another folder"
+            f"--output_dir {folder}: holds {present[0]}, which the run would overwrite, but no "
+            "checkpoint: move it away, or choose another folder"
         )
     return (found and found[1]) or next(iter(ids), "") or secrets.token_hex(8)
 

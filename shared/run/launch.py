@@ -153,27 +153,27 @@ def start(
 def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
     """How often a run evaluates and saves, for the summary."""
     parts = []
-    for what, every, flag in (
-        ("evaluated", config.evaluation.every(total_steps, steps_per_epoch), "eval_steps"),
-        ("saved", config.checkpoint.every(total_steps), "save_steps"),
+    for verb, every in (
+        ("evaluates", config.evaluation.every(total_steps, steps_per_epoch)),
+        ("saves", config.checkpoint.every(total_steps)),
     ):
-        often = f"every {every:,} steps and " if every < total_steps else ""
-        parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
+        often = f"every {every:,} steps" if every < total_steps else "at the end"
+        parts.append(f"{verb} {often}")
     metric = config.evaluation.metric_for_best_model
     decay = config.evaluation.ema_decay
-    best = f"the best by {metric} ({better(metric)} is better) is saved, too"
-    parts += [best] * (metric != "none")
-    parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
-    return "; ".join(parts)
+    parts += [f"keeps the best {metric} ({better(metric)} is better)"] * (metric != "none")
+    parts += [f"averages weights (--ema_decay {decay:g})"] * bool(decay)
+    return ", ".join(parts)
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
     (at_once, accumulation) = batch.micro_batch()
     readers = ranks.data_parallel_size()
-    processes = f"{readers} process(es)"
+    processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:
-        processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
+        of_group = accelerator.num_processes // readers
+        processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
     line = (
         f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"

@@ -39,6 +39,8 @@ from shared.training.step import Step
 T = TypeVar("T")
 
 STEPS = "finite steps"  # the sum that counts them, beside those that steps log
+# settings that raise the loss of training, and not that of the validation
+HARDER = ("label_smoothing", "mixup_alpha", "cutmix_alpha")
 GIVEN = "#"  # begins the sums that count the steps with a value that not all have
 
 
@@ -82,6 +84,9 @@ class Logger:
         self.first = state.step
         self.total_steps = total_steps
         self.best_metric = settings.get("metric_for_best_model", "loss")
+        # such a loss may stay above that of the validation
+        harder = [name for name in HARDER if settings.get(name)]
+        self.training = " + ".join(["training", *harder])
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
         if self.main:
@@ -299,7 +304,8 @@ class Logger:
         """
         start = time.perf_counter()
         if self.main and (now or start > self.draw_after):
-            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
+            picture = self.run_dir / "curves.png"
+            draw_curves(self.file, picture, self.best_metric, self.training)
             end = time.perf_counter()
             self.draw_after = end + 50 * (end - start)
 

@@ -6,12 +6,15 @@ from pathlib import Path
 from shared.process.files import open_regular
 
 
-def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
+def draw_curves(
+    metrics: Path, picture: Path, chosen: str = "loss", training: str = "training"
+) -> None:
     """Loss, scores of the validation, learning rate and throughput over steps, from a
     metrics.jsonl.
 
     Args:
         chosen: the metric by which the best weights are chosen.
+        training: the name of the training loss, in the legend.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -22,7 +25,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
     keys = {key for row in rows for key in row}
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {
-        "loss": {"loss": "training", "eval_loss": "validation"}
+        "loss": {"loss": training, "eval_loss": "validation"}
     }
     scores = {
         "eval_accuracy": "accuracy",

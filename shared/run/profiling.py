@@ -53,8 +53,8 @@ class Profiler:
             ended.stop()
             if self.steps < AFTER + STEPS:
                 print_main(
-                    f"no profile: it is of the {STEPS} steps after the first {AFTER} of a start, "
-                    f"which made {self.steps}"
+                    f"no profile: it needs {AFTER + STEPS} steps after the start; this run made "
+                    f"{self.steps}"
                 )
 
     def _ready(self, trace: profile) -> None:

@@ -28,14 +28,21 @@ from shared.parallel.zero import strategy_of
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note, print_main, summary
+from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import settings_of
+from shared.run.checkpoint_files import changes, refuse_changes, settings_of
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
 from shared.run.state import TrainState
 from shared.training import defaults, optim
+
+# Rows of the summary that only summary.txt has.
+DETAILS = (
+    *("adapters", "attention", "packing", "loss", "log-probabilities", "log probabilities"),
+    *("documents", "mixture", "reference", "labels", "images", "weights"),
+)
 
 
 def _is_open(value: Any) -> bool:
@@ -99,7 +106,11 @@ class Setup:
         self._before: dict[str, Any] = {}
         if self.dir != Path():
             named = config.checkpoint.resume_from_checkpoint
-            self._before = on_main(partial(settings_of, self.dir, named))
+            folder, self._before = on_main(partial(settings_of, self.dir, named))
+            # before minutes of loading; `Checkpointer.resume` looks at all settings
+            given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
+            allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
+            refuse_changes(folder, changes(self._before, given), allowed)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
@@ -327,6 +338,8 @@ class Setup:
             rows["mixture"] = order.describe(total_steps)
         shares = self.strategy.shares(self.models["model"], self.optimizers)
         processes = self.accelerator.num_processes
+        inside = self.dir.is_relative_to(Path.cwd())
+        shown_dir = self.dir.relative_to(Path.cwd()) if inside else self.dir
         held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
         summary(
             self.name,
@@ -339,6 +352,8 @@ class Setup:
                 "cadence": launch.cadence_line(config, total_steps, epoch),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
-                "output": self.dir,
+                "output": f"{shown_dir}; summary.txt there says more",
             },
+            details=DETAILS,
+            file=self.dir / "summary.txt",
         )

@@ -90,8 +90,8 @@ class TrainState:
         if self.scored_by and self.scored_by != [*by]:
             if self.best_step:
                 print_main(
-                    f"step {self.best_step} was the best of another metric, other data or "
-                    "settings: forgotten"
+                    f"the best score, of step {self.best_step}, came from another metric, other "
+                    "data or settings, and no longer counts"
                 )
             self.forget_scores()
             self.evaluated = min(self.evaluated, self.step - 1)

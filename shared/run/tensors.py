@@ -210,7 +210,7 @@ class TensorReader:
                 if piece.shape != mine.shape:
                     raise ValueError(
                         f"{name} has the shape {list(piece.shape)} there, "
-                        f"and {list(mine.shape)} here"
+                        f"but {list(mine.shape)} in this run"
                     )
                 begin = tuple(map(max, piece.offset, mine.offset))
                 end = tuple(map(min, piece.end, mine.end))

@@ -74,7 +74,18 @@ class Tracker:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
         # TensorBoard then does not show what a killed run wrote after its checkpoint
         purge = self.state.step + (self.state.step > 0)
-        self.accelerator.init_trackers(project, plain, {"tensorboard": {"purge_step": purge}})
+        folder = shlex.quote(str(self.run_dir))
+        if self.name == "tensorboard":
+            print_main(f"TensorBoard: tensorboard --logdir {folder}")
+        elif self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            # else it would be in the current folder
+            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{self.run_dir}/mlflow.db"
+            print_main(f"MLflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db")
+        options = {
+            "tensorboard": {"purge_step": purge},
+            "mlflow": {"logging_dir": str(self.run_dir / "mlruns")},
+        }
+        self.accelerator.init_trackers(project, plain, options)
 
     def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
         import wandb
@@ -107,7 +118,7 @@ class Tracker:
             try:
                 self.accelerator.init_trackers(project, settings, {"wandb": options})
             except wandb.errors.Error as error:  # nor without a network: it is what was asked for
-                raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
+                raise ConfigError(f"W&B refuses this run ({first_line(error)})") from None
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
             print_main(
@@ -125,7 +136,7 @@ class Tracker:
         except Exception as error:
             if self.name:
                 print_main(
-                    f"warning: {self.name} failed and is left out from here on "
+                    f"warning: {self.name} failed, and the run goes on without it "
                     f"({first_line(error)})"
                 )
             self.name = None

@@ -54,7 +54,7 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
         "messages would get it"
     ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
-    "special": "texts have the string of a special token in them, which is read as that token",
+    "special": "texts contain the string of a special token, which is read as that token",
     "long": "samples with images are longer than --seq_length, and left out",
     "bad": "samples have an image that cannot be read, and are left out",
     "same": "pairs are dropped: their two answers are the same",
@@ -195,7 +195,7 @@ class ToSamples:
         ids, learned = self.encode(record, form, where, notes)
         most = self.seq_length + 1
         if form != "plain text" and len(ids) > most:
-            notes.add("cut")
+            notes.add_cut(len(ids) - 1)
         last = len(ids) - 1 if form == "plain text" else 1
         # a sample begins with the last token of the one before
         starts = range(0, last, self.seq_length)
@@ -349,8 +349,8 @@ def open_samples(
     )
     if copies := _count_copies(train, validation):
         note(
-            f"warning: {copies:,} of the {len(validation):,} texts to validate on are "
-            "trained on, too, word for word"
+            f"warning: {copies:,} of the {len(validation):,} validation texts are in the training "
+            "data, too, word for word"
         )
     return train, validation
 
@@ -363,6 +363,7 @@ def _check(store: Store, config: RecordsConfig) -> None:
             f"{store.source}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
+    store.notes.warn_of_cuts(store.source, counts["read"])
     for what, warning in WARNINGS.items():
         if counts[what]:
             note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
@@ -400,12 +401,11 @@ def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) 
         elif forms.keys() - {"plain text"}:
             template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
-            f"{store.source}: {', '.join(forms)}{template}; {counts['read']:,} read, "
-            f"{counts['cut']:,} cut to "
-            f"{config.seq_length} tokens, {counts['dropped']:,} dropped because no answer is left; "
-            f"{len(lengths) // of_record:,} to train on, {lengths.min()}-{lengths.max()} tokens "
-            f"(mean {lengths.mean():.0f}), "
-            f"the loss counts {samples.targets[start:stop].sum() / lengths.sum():.0%} of them"
+            f"{store.source}: {len(lengths) // of_record:,} to train on, "
+            f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
+            f"{samples.targets[start:stop].sum() / lengths.sum():.0%} of them learned; "
+            f"{', '.join(forms)}{template}; {counts['read']:,} read, {counts['cut']:,} cut to "
+            f"{config.seq_length} tokens, {counts['dropped']:,} dropped without an answer"
         )
     unused = {name for store in samples.stores for name in store.notes.named("unused ")}
     about = f"{'; '.join(parts)}; to validate on: {samples.validated_on}"

@@ -1,6 +1,7 @@
 """The forms of conversations that people have, read into one `Example`."""
 
 import contextlib
+import difflib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -88,10 +89,13 @@ def recognise(record: dict[str, Any], where: str) -> str:
             return form
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
+    wanted = {column for columns, _ in FORMS.values() for column in columns}
+    near = {name: difflib.get_close_matches(str(name), wanted, 1, 0.8) for name in record}
+    meant = [f"; did you mean {match[0]!r}, not {name!r}?" for name, match in near.items() if match]
     raise ConfigError(
-        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): "
-        "rename them, say a "
-        "question to instruction and its answer to output; for several turns, see docs/data.md"
+        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})"
+        f"{''.join(meant)}: rename them, for example a question to instruction and its answer to "
+        "output; for several turns, see docs/data.md"
     )
 
 

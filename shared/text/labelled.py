@@ -209,7 +209,9 @@ class EncodeTexts:
         added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
         notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
-        notes.counts["cut"] += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        for encoding in encoded.encodings:
+            if encoding.overflowing:
+                notes.add_cut(sum(map(len, [encoding, *encoding.overflowing])))
         lines = {"label": labels, "record": kept}
         return Encoded(values, np.cumsum(lengths), lines=lines)
 
@@ -230,6 +232,8 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     processes = config.preprocessing_num_workers
     trained, given = prepare_sources(config, encode, processes=processes)
     source = ", ".join(store.source for store in trained.values())
+    for store in trained.values():
+        store.notes.warn_of_cuts(store.source, len(store))
     stores = [*trained.values(), *given.values()]
     starts = np.cumsum([0, *map(len, stores)])
     raw = [label for store in stores for label in store.lines("label")]

@@ -163,8 +163,9 @@ class ToPairs(chat.ToSamples):
         form, both = two_records(record, form, where)
         encoded = [self.encode(each, form, where, notes) for each in both]
         most = self.seq_length + 1
-        if max(len(ids) for ids, _ in encoded) > most:
-            notes.add("cut")
+        longest = max(len(ids) for ids, _ in encoded)
+        if longest > most:
+            notes.add_cut(longest - 1)
         parts = [(ids[:most], learned[:most]) for ids, learned in encoded]
         if encoded[0][0] == encoded[1][0]:
             notes.add("same", where)
@@ -268,8 +269,10 @@ def read_pairs(
         options = replace(options, max_train_samples=demo_samples)
     train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs))
     for number, name in enumerate(("chosen", "rejected")):
-        note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
-        note(*indented(chat.marked(train.samples, tokenizer, number)))
+        note(
+            f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:",
+            *indented(chat.marked(train.samples, tokenizer, number)),
+        )
     return train, held_out
 
 

@@ -135,6 +135,10 @@ def test_scores_equal_a_plain_loop_of_generate_and_choose_the_best_weights(alone
     assert found[best] == pytest.approx(sum(f1(words(a), words(b)) for a, b, _ in plain) / 9)
     exact = scores(alone, "exact_match")[int(measured[1]) // 8]
     assert exact == pytest.approx(sum(words(a) == words(b) for a, b, _ in plain) / 9)
+    report = json.loads((alone.folder / "evaluation.json").read_text())
+    latest = sorted((row for row in rows if row["step"] == 24), key=lambda row: row["scores"]["token_f1"])
+    assert (report["step"], report["worst by token_f1"]) == (24, latest)
+    assert report["eval_token_f1"] == pytest.approx(found[24])
     cut = sum(row["cut"] for row in rows[:9])
     assert f"{cut} of 9 answers end at --max_new_tokens {NEW_TOKENS}" in alone.output
 

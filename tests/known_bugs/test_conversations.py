@@ -242,6 +242,7 @@ def test_data_of_other_kinds_are_named():
         ),
         ({"images": ["a.png"], "question": "b"}, "this is data with images .*, no template here takes it$"),
         ({"question": "b"}, "columns question are of no known form"),
+        ({"message": []}, "columns message are of no known form .*; did you mean 'messages', not 'message'"),
     ):
         with pytest.raises(ConfigError, match=f"^here: {said}"):
             recognise(record, "here")

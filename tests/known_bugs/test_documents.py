@@ -45,14 +45,15 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
         torch.testing.assert_close(causal_lm_loss(model, collate_packed(rows)), expected)
 
 
-def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model, tmp_path, capsys):
+def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model, tmp_path):
     """The template said nothing about it."""
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 1)
     run = partial(run_here, "pretrain", *flags, "--eval_samples", 2, "--output_dir")
     run(tmp_path / "together")
-    assert "those of one sequence attend to each other (--isolate_documents keeps" in capsys.readouterr().err
+    summary = (tmp_path / "together/summary.txt").read_text()
+    assert "those of one sequence attend to each other (--isolate_documents keeps" in summary
     run(tmp_path / "apart", "--isolate_documents", "--dataloader_num_workers", 1)
-    assert "documents kept apart by an attention mask" in capsys.readouterr().err
+    assert "documents kept apart by an attention mask" in (tmp_path / "apart/summary.txt").read_text()
     losses = [
         json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1])["loss"] for name in ("together", "apart")
     ]

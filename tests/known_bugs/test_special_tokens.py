@@ -193,7 +193,7 @@ def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypa
     quoting, fine = ({"role": "user", "content": text} for text in ("what is <|endoftext|>", "what is a line"))
     answers = [{"role": "assistant", "content": text} for text in ("<|endoftext|> or <|pad|>", "a text")]
     talks = [[fine, answers[1]], [quoting, answers[0]], [fine, answers[1], quoting, answers[1]]]
-    line = "warning: {} texts have the string of a special token in them, which is read as that token; the first is {}"
+    line = "warning: {} texts contain the string of a special token, which is read as that token; the first is {}"
 
     def said():
         return [line for line in capsys.readouterr().err.splitlines() if "special token" in line]

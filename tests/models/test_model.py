@@ -417,7 +417,7 @@ def test_tokens_without_an_embedding_are_refused_with_both_numbers():
 
 @pytest.mark.parametrize(("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")])
 def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
-    with pytest.raises(ConfigError, match=f"{name}: no such folder here, and Repo id must"):
+    with pytest.raises(ConfigError, match=f"{name}: no such folder"):
         from_hub(auto_class, name)
 
 

@@ -175,7 +175,7 @@ def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_p
     flags = (*base, "--no_packing", "--per_device_train_batch_size", 1, "--metric_for_best_model", "none")
     whole = run("dpo", tmp_path / "whole", *flags, processes=2, env=env)
     kept = sorted((tmp_path / "cache/reference").rglob("*.npy"))
-    assert kept and "log-probabilities computed" in whole.output
+    assert kept and "log-probabilities computed" in whole.summary
     before = [file.read_bytes() for file in kept]
     shutil.rmtree(tmp_path / "cache")
     start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000003")
@@ -184,7 +184,7 @@ def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_p
     assert again.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
     assert all(torch.equal(value, whole.weights()[name]) for name, value in again.weights().items())
     third = run("dpo", tmp_path / "third", *flags, *start, processes=2, env=env)
-    assert "log-probabilities read" in third.output and third.losses == again.losses
+    assert "log-probabilities read" in third.summary and third.losses == again.losses
 
 
 def test_a_given_adapter_is_the_reference_and_the_results_load(base, tiny_model, pairs_file, tmp_path):

@@ -31,7 +31,7 @@ def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path,
     steps, rate, size = 5, 1e-2, 23
     if packing == "--packing":
         counting = run("full_finetune", tmp_path / "count", *_all_in_one(tiny_model, chat_file, 1, 1, packing))
-        size = int(counting.output.split("packed into ")[1].split()[0])
+        size = int(counting.summary.split("packed into ")[1].split()[0])
     flags = (*_all_in_one(tiny_model, chat_file, size, steps, packing), "--learning_rate", rate)
     ours = run("full_finetune", tmp_path / "ours", *flags, "--freeze", r"layers\.0\.", "embed_tokens")
 
@@ -97,7 +97,7 @@ def test_bf16_weights_stay_so_learn_as_fp32_ones_do_and_resume(base, tmp_path, c
     how = {"processes": 2, "config": config, "precision": precision}
     exact = run("full_finetune", tmp_path / "fp32", *given)
     ours = run("full_finetune", tmp_path / "bf16", *given, "--weights_dtype", "bf16", **how)
-    assert "rounded stochastically" in ours.output and ours.manifest(16)["world_size"] == 2
+    assert "rounded stochastically" in ours.summary and ours.manifest(16)["world_size"] == 2
     saved = read_tensors(ours.folder / "checkpoint-000016")
     assert {v.dtype for key, v in saved.items() if not key.endswith(".step")} == {torch.bfloat16}
     assert ours.losses == pytest.approx(exact.losses, rel=2e-2)

@@ -163,7 +163,7 @@ def test_batchnorm_of_each_process_is_told_and_measured_as_saved(base, architect
     flags = (*base, "--config_name", architectures / "resnet", "--per_device_train_batch_size", 4)
     flags = (*flags, "--metric_for_best_model", "none", "--ema_decay", 0)
     apart = run("image_classification", tmp_path, *flags, processes=2)
-    assert "BatchNorm takes its statistics from 4 images" in apart.output and "--sync_batchnorm" in apart.output
+    assert "BatchNorm takes its statistics from 4 images" in apart.summary and "--sync_batchnorm" in apart.summary
     # What a run logs is measured with the statistics of all processes, as what it saves afterwards has them.
     assert evaluation(apart.folder)["loss"] == pytest.approx(apart.last("eval_loss"), rel=1e-6)
 
@@ -427,7 +427,7 @@ def test_the_best_of_another_resolution_is_no_best(base, tmp_path, capsys):
     run_here_and_read(tmp_path / "run", (*flags, "--max_steps", 2))
     more = ("--image_size", 24, "--max_steps", 4, "--allow_changed", "image_size", "max_steps")
     done = run_here_and_read(tmp_path / "run", (*flags, *more))
-    assert "step 2 was the best of another metric, other data or settings: forgotten" in capsys.readouterr().err
+    assert "the best score, of step 2, came from another metric, other data or settings" in capsys.readouterr().err
     assert f"| eval_loss | {evaluation(done.folder)['loss']:.4f} |" in (done.folder / "final/README.md").read_text()
 
 
@@ -499,5 +499,5 @@ def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
 
 def test_the_demo_learns_digits_with_no_argument(tmp_path):
     done = run("image_classification", tmp_path, "--max_steps", 70, "--dataloader_num_workers", 0)
-    assert "scikit-learn's handwritten digits: 1,528 images of 10 classes; validation: 269" in done.output
+    assert "scikit-learn's handwritten digits: 1,528 images of 10 classes; validation: 269" in done.summary
     assert evaluation(tmp_path)["accuracy"] > 0.9

@@ -1,5 +1,6 @@
 """lora_finetune.py, launched for real."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.process.errors import ConfigError
 from shared.process.version import version
-from tests.conftest import Run, run, run_here, slow
+from tests.conftest import LAUNCHER, ROOT, Run, launch_environment, run, run_here, slow
 from tests.plain_loop import padded_chats
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -184,6 +185,11 @@ def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_f
     card = (tmp_path / "final" / "README.md").read_text()
     assert str(tiny_model) in card and "eval_loss" in card and "lora_r: 4" in card
     assert "base_model" not in card.split("---")[1]  # a folder, which the Hub refuses there
+    with contextlib.chdir(tmp_path):
+        for name in ("final", "merged"):
+            scope: dict = {}
+            exec((tmp_path / name / "README.md").read_text().split("```python")[1].split("```")[0], scope)
+            assert f'from_pretrained("{name}")' in (tmp_path / name / "README.md").read_text() and len(scope["answer"])
     assert f"\nMade by version {version()}, 1 process on cpu, fp32\n" in card
     assert merged.generation_config.eos_token_id == merged.config.eos_token_id  # which ends the turns here, too
 
@@ -265,9 +271,9 @@ def test_continues_from_an_adapter(base, tmp_path):
 
 def test_the_log_states_the_data_and_marks_what_is_learned(launched):
     done = launched("--packing")
-    assert "chat messages, the default chat template (### User / ### Assistant)" in done.output
+    assert "chat messages, the default chat template (### User / ### Assistant)" in done.summary
     assert "⟦" in done.output and "<|endoftext|>⟧" in done.output
-    assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.output
+    assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.summary
     assert "model at step 0" in done.output and "model at step 8" in done.output
     assert {"eval_loss", "eval_perplexity"} <= done.rows[0].keys()
     logged = done.rows[1].keys()
@@ -353,10 +359,22 @@ def test_a_name_that_the_model_does_not_have_is_refused(base, tmp_path, flag, na
         run_here("lora_finetune", *base, flag, *names, "--output_dir", tmp_path)
 
 
+def test_a_wrong_model_leaves_no_folder(chat_file, tmp_path):
+    argv = [ROOT / "templates/lora_finetune.py", "--model_name_or_path", "/no/such", "--train_file", chat_file]
+    code, output = LAUNCHER.run([*map(str, argv), "--report_to", "none"], launch_environment(None), cwd=tmp_path)
+    assert code and "error: /no/such: no such folder\n" in output
+    assert not list((tmp_path / "outputs/lora_finetune").iterdir())
+
+
 def test_the_demo_runs_with_no_argument(tmp_path):
     done = run("lora_finetune", tmp_path, "--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4)
     assert "functions of the Python standard library" in done.output
     assert math.isfinite(done.last("eval_loss"))
+    lines = done.output.splitlines()
+    console = lines[lines.index("lora_finetune") : next(n for n, line in enumerate(lines) if line.startswith("  output "))]
+    assert 9 <= len(console) < 12 and max(map(len, console)) <= 100
+    assert all(line.removesuffix(" ...") in done.summary for line in console)  # which has more of it
+    assert "  attention  " in done.summary and "  attention  " not in done.output
 
 
 def test_evaluates_without_dropout(base, tiny_model, tmp_path):

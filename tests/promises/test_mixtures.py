@@ -52,14 +52,14 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
     rows = audit.samples_of_steps(folder)[1][1]  # rows that were packed from each source
-    assert list(rows) == ["chats.jsonl", "few.jsonl"] and f"packed into {sum(rows.values())} rows" in whole.output
+    assert list(rows) == ["chats.jsonl", "few.jsonl"] and f"packed into {sum(rows.values())} rows" in whole.summary
     assert samples_by_source(folder, rows["chats.jsonl"]) == 8 * [Counter({True: 3, False: 1})]
     done = subprocess.run(
         [sys.executable, "-m", "shared", "audit", folder], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert f"few.jsonl: 8 used of {(few := rows['few.jsonl'])} samples, {8 / few:.2f} epochs" in done.stdout
     assert again.last("epochs/few.jsonl") == 8 / few and again.last("epochs/chats.jsonl") == 24 / rows["chats.jsonl"]
-    assert "epochs/chats.jsonl" in again.output and "75.0% chats.jsonl" in again.output
+    assert "epochs/chats.jsonl" in again.output and "75.0% chats.jsonl" in again.summary
     with pytest.raises(ConfigError, match="mix_weights"):
         run_here("lora_finetune", *flags, "--mix_weights", 1, 3, "--output_dir", folder)
     path = folder / "audit" / "rank-00000.jsonl"  # one sample comes again too soon

@@ -193,7 +193,7 @@ def test_one_label_after_several_forgets_thresholds(one_process, image_folder, t
     config = json.loads((tmp_path / "final/config.json").read_text())
     assert not {"problem_type", "thresholds"} & set(config)
     assert "metric_for_best_model accuracy (one label an image)" in "".join(capsys.readouterr())
-    assert "metric_for_best_model map (several labels an image)" in one_process.output
+    assert "metric_for_best_model map (several labels an image)" in one_process.summary
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_learns_what_one_process_learns(plain, pipeline, flags, tmp_path, proces
     done = run("pretrain_pipeline", tmp_path, *given, *extra, processes=processes) if extra else pipeline
     manifest = done.manifest(STEPS)
     assert manifest["world_size"] == processes and manifest["strategy"] == f"{name} on cpu, fp32"
-    own, whole = parameters(done.output)
+    own, whole = parameters(done.summary)
     assert own < whole / 1.5
     tokens = [row["tokens"] for row in plain.rows if "tokens" in row]
     assert len({after - before for before, after in itertools.pairwise(tokens)}) == 2

@@ -102,7 +102,7 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
     assert held["weights"] == pytest.approx(weights, abs=0.01) if weights else held["weights"] < 0.9
     if moments or template == "pretrain":
         assert held["optimizer state"] == pytest.approx(moments, abs=0.01) if moments else held["optimizer state"] < 0.9
-    assert "fused with the head" in other.output
+    assert "fused with the head" in other.summary
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert [row["grad_norm"] for row in other.rows if "grad_norm" in row] == pytest.approx(
         [row["grad_norm"] for row in one.rows if "grad_norm" in row], rel=1e-4
@@ -161,11 +161,11 @@ def test_random_weights_learn_by_muon_what_one_process_learns(muon, tmp_path, co
     micro = ("--per_device_train_batch_size", 1 if processes == 4 else 2)
     other = run("pretrain", tmp_path, *flags, *micro, processes=processes, config=config)
     assert other.manifest(STEPS)["strategy"] == f"{name} on cpu, fp32"
-    assert "optim muon (" in one.output
+    assert "optim muon (" in one.summary
     if config == "deepspeed_zero3":
-        assert "optim adamw (" in other.output
+        assert "optim adamw (" in other.summary
         return
-    assert "optim muon (" in other.output
+    assert "optim muon (" in other.summary
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert one.losses[STEPS] < one.losses[1] - 0.3
     for key, value in one.weights().items():
@@ -178,7 +178,7 @@ def test_an_adapter_of_the_head_learns_what_one_process_learns(flags, tmp_path):
     given = (*flags["lora_finetune"], "--lora_target_modules", "q_proj", "lm_head")
     one = run("lora_finetune", tmp_path / "one", *given)
     two = run("lora_finetune", tmp_path / "two", *given, processes=2, config="deepspeed_zero3")
-    assert "fused with the head" in two.output
+    assert "fused with the head" in two.summary
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
 
 
@@ -271,7 +271,7 @@ def test_fp8_learns_nearly_what_bf16_learns_and_resumes_as_fp32(flags, tmp_path,
     eight = run(template, tmp_path / "fp8", *given, precision="fp8", **how)
     spread = "FSDP2 x 2" if config == "fsdp2" else "1 process"
     assert eight.manifest(STEPS)["strategy"] == f"{spread} on cpu, fp8"
-    assert "fused with the head" in one.output and "fused with the head" in eight.output
+    assert "fused with the head" in one.summary and "fused with the head" in eight.summary
     assert eight.losses != one.losses
     assert eight.losses == pytest.approx(one.losses, rel=5e-3)  # fp8 keeps 3 bits of each factor of a product
     start = ("--resume_from_checkpoint", eight.folder / f"checkpoint-{SAVED:06d}")

@@ -287,7 +287,7 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
     flags = ("--train_file", tmp_path / "data.csv", "--model_name_or_path", base[base.index("--model_name_or_path") + 1])
     flags = (*flags, "--max_steps", 2, "--global_batch_size", 4, "--seq_length", 8)
     run_here("text_classification", *flags, *HERE, "--output_dir", tmp_path / "run")
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join((capsys.readouterr().err + (tmp_path / "run/summary.txt").read_text()).split())
     assert "single_label; 36 texts to train on (0: 18, 10: 18), " in said
     assert "4 to validate on, 10% of each class held out; not used: extra" in said and "a new head for 2 classes" in said
     assert json.loads((tmp_path / "run/final/config.json").read_text())["id2label"] == {"0": "0", "1": "10"}

@@ -98,7 +98,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
         saver.resume(newest)
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         saver.resume()
 
 
@@ -205,7 +205,7 @@ def test_one_of_another_format_is_refused(tmp_path):
     del manifest["sha256"]
     manifest["format"] = 2
     path.write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
-    with pytest.raises(CheckpointError, match="of format 2, and this version reads 5 only"):
+    with pytest.raises(CheckpointError, match="format 2, but this version reads only 5"):
         saver.resume(path.parent)
 
 
@@ -240,7 +240,7 @@ def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
 
 def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_path):
     (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds final, which would be overwritten, and no checkpoint of its run"):
+    with pytest.raises(ConfigError, match="holds final, which the run would overwrite, but no checkpoint"):
         make(tmp_path / "run")
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
     write(tmp_path / "rank-0.safetensors", tensors, pieces_of(tensors))
     finish(tmp_path)
     for other, message in (
-        ({"b": torch.zeros(4)}, r"b has the shape \[3\] there, and \[4\] here"),
+        ({"b": torch.zeros(4)}, r"b has the shape \[3\] there, but \[4\] in this run"),
         ({"c": torch.zeros(3)}, "it has no c"),
     ):
         target = torch.zeros(3)

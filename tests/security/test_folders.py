@@ -69,8 +69,8 @@ def test_a_checkpoint_under_another_ones_name_is_damage(tmp_path, capsys):
     one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (2, 3))
     one.rename(tmp_path / "x"), two.rename(one), (tmp_path / "x").rename(two)
     assert make(tmp_path / "run")[2].resume().step == 1
-    assert "checkpoint-000003: of step 2, was it renamed?; the one before it is used" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="of step 3, was it renamed"):
+    assert "checkpoint-000003: holds step 2: was it renamed?; the one before it is used" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="holds step 3: was it renamed"):
         make(tmp_path / "new")[2].resume(one)
 
 
@@ -81,7 +81,7 @@ def test_files_of_the_user_are_not_overwritten(name, tmp_path, tiny_model, text_
     (folder / name).write_text(f"train_file: {text_file}\nmodel_name_or_path: {tiny_model}\nmax_steps: 1\n")
     before = files_of(folder)
     flags = ["--config", folder / name] if name == "config.yaml" else []
-    with pytest.raises(ConfigError, match=f"holds {name.split('/')[0]}, which would be overwritten.*choose another folder"):
+    with pytest.raises(ConfigError, match=f"holds {name.split('/')[0]}, which the run would overwrite.*another folder"):
         run_here("pretrain", "--max_steps", 1, "--output_dir", folder, *flags)
     assert files_of(folder) == before
 

@@ -390,7 +390,7 @@ def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, 
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     (line,) = capsys.readouterr().err.splitlines()  # the records are alike
-    assert line.endswith("texts to validate on are trained on, too, word for word")
+    assert line.endswith("validation texts are in the training data, too, word for word")
 
 
 def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):
@@ -414,7 +414,7 @@ def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monk
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
     assert "data.jsonl:31" in said
-    assert "warning: 2 of the 2 texts to validate on are trained on, too, word for word" in said
+    assert "warning: 2 of the 2 validation texts are in the training data, too, word for word" in said
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for turn, is_empty in (
@@ -505,7 +505,7 @@ def test_what_is_wrong_is_said_with_its_place(record, message):
 
 def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    config = ChatConfig(train_file=(str(path),), seq_length=96, **options)
+    config = ChatConfig(train_file=(str(path),), **{"seq_length": 96} | options)
     return *chat.open_samples(config, tokenizer), config
 
 
@@ -552,7 +552,7 @@ def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file
         assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
 
 
-def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch):
+def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch, capsys):
     path = tmp_path / "data.jsonl"
     rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -560,6 +560,11 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path,
     counts = train.stores[0].notes.counts
     assert (counts["read"], counts["dropped"], counts["cut"]) == (4, 1, 1)
     assert len(train) + len(validation) == 3 and "1 dropped" in chat.describe(train, config)
+    said = capsys.readouterr().err
+    assert f"cuts 1 of the 4 samples of {path} and leaves 1 without an answer; --seq_length " in said
+    longer = int(re.search(r"--seq_length (\d+) cuts none", said)[1])
+    prepared(tokenizer, path, tmp_path, monkeypatch, seq_length=longer)
+    assert "cuts" not in capsys.readouterr().err and longer < 64 + len(tokenizer("the line " * 100 + "x")["input_ids"])
 
 
 def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(tokenizer, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
     assert set(compare(straight.folder, ended.folder).values()) == {""}
     assert {k: v.tolist() for k, v in straight.weights().items()} == {k: v.tolist() for k, v in ended.weights().items()}
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, "--allow_changed", "max_steps", check=False)
-    assert f"is of 2 replicas in {processes} processes that train apart, and here are 1 replicas" in other.output
+    assert f"2 replicas in {processes} processes that train apart, and this launch has 1 replicas" in other.output
     allowed = ("--allow_changed", "max_steps", "replicas")
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
     assert "each replica begins at the agreed weights, with a new optimizer" in other.output
