@@ -15,7 +15,8 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
 from shared.parallel.strategy import Strategy
-from shared.process import faults
+from shared.parallel.ulysses import SequenceParallel
+from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,8 +24,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
     """The strategy that the launch config asks for."""
-    is_used = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return DeepSpeed(accelerator) if is_used else Strategy(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return DeepSpeed(accelerator)
+    return SequenceParallel(accelerator) if ranks.sequence_ranks() > 1 else Strategy(accelerator)
 
 
 class DeepSpeed(Strategy):

@@ -80,6 +80,7 @@ class Setup:
             deterministic=speed.deterministic,
         )
         self.strategy = (strategy or strategy_of)(self.accelerator)
+        self.strategy.require(f"{name}.py")
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
