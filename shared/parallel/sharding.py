@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.loader import Share
-from shared.parallel import sequence
+from shared.data.stretches import cut
 from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
 from shared.parallel.tensor import (
@@ -47,8 +47,8 @@ def draws_rank(accelerator: Accelerator) -> int:
 
 def share(accelerator: Accelerator) -> Share:
     """What this process reads of the data."""
-    cut = sequence.cut if ranks.sequence_ranks() > 1 else dict
-    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device, cut)
+    part = cut if ranks.sequence_ranks() > 1 else dict
+    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device, part)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,8 @@ def data_parallel_size() -> int:
             "cp_size is not supported in the launch config: sp_size divides rows over ranks "
             "(sequence_parallel.yaml)"
         )
-    if sizes["tp_size"] > 1 and sizes["sp_size"] > 1:
-        raise ConfigError("set tp_size or sp_size in the launch config, not both")
+    if sizes["sp_size"] > 1 and (sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")):
+        raise ConfigError("sp_size in the launch config does not work with tp_size and DeepSpeed")
     readers = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
     if readers > 1 and sizes["sp_size"] == 1 and not env_flag("ACCELERATE_USE_FSDP"):
         raise ConfigError(

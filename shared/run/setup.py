@@ -51,7 +51,7 @@ class Setup:
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
-        strategy: makes the Strategy, in place of the launch config's.
+        strategy: makes the Strategy, in place of `zero.strategy_of`.
 
     Attributes:
         config: with what was chosen so far.
@@ -80,7 +80,6 @@ class Setup:
             deterministic=speed.deterministic,
         )
         self.strategy = (strategy or strategy_of)(self.accelerator)
-        self.strategy.require(f"{name}.py")
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
