@@ -24,7 +24,7 @@ FOLDERS = {
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_200,
     "models": 24_000,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
-    "parallel": 7_800,  # 2026-11-28: what of a step differs by launch came from training and run; sequence parallelism (1,500)
+    "parallel": 7_800,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (1,500)
     "process": 3_800,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
     "run": 22_500,  # 2026-11-28: tuned.py came from dpo.py

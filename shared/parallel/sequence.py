@@ -74,14 +74,17 @@ def _exchanged(
 ) -> tuple[torch.Tensor, ...]:
     """One message to each rank, whatever the number of tensors: their order cannot differ."""
     count = ranks.sequence_ranks()
-    parts = [torch.stack(tensor.chunk(count, divide)) for tensor in tensors]
-    sent = torch.cat([part.flatten(1) for part in parts], 1)
+    parts = [t.unflatten(divide, (count, -1)).movedim(divide, 0) for t in tensors]
+    sizes = [part[0].numel() for part in parts]
+    sent = tensors[0].new_empty(count, sum(sizes))
+    for space, part in zip(sent.split(sizes, 1), parts, strict=True):
+        space.unflatten(1, part.shape[1:]).copy_(part)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group())
-    pieces = received.split([part[0].numel() for part in parts], 1)
+    del sent
     return tuple(
-        torch.cat(piece.reshape(part.shape).unbind(), join)
-        for piece, part in zip(pieces, parts, strict=True)
+        torch.cat(space.unflatten(1, part.shape[1:]).unbind(), join)
+        for space, part in zip(received.split(sizes, 1), parts, strict=True)
     )
 
 

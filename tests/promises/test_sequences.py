@@ -110,7 +110,7 @@ def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, co
 @pytest.mark.slow
 def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
     """With dropout, of which each rank draws its own."""
-    given = (*flags, "--model_name_or_path", tiny_model, "--lora_dropout", 0.2)
+    given = (*flags, "--model_name_or_path", tiny_model, "--lora_dropout", 0.2, "--audit_data")
     launch = {"processes": 2, "config": "sequence_parallel"}
     straight = run("lora_finetune", tmp_path / "straight", *given, **launch)
     fault = {"TEMPLATES_FAULT": "update:kill@5"}
