@@ -67,7 +67,8 @@ def main(folder: Path, families: list[str]) -> None:
             said = f"equal to {max(errors):.1e}"
         except ConfigError as error:
             said = f"refused: {error}"
-        print(f"{family} of rank {accelerator.process_index}: {said}", flush=True)
+        if accelerator.is_main_process:
+            print(f"{family}: {said}", flush=True)
 
 
 if __name__ == "__main__":

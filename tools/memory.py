@@ -390,8 +390,8 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
             around_loss=rest,
             in_blocks=rest + block + _exchanged(job, devices) * cast,
         )
-        pieces = [share / devices for share in (weights, gradients, optimizer)]
-        yield "fsdp2_sequence_parallel", devices, Peak(*pieces, part)
+        shards = Peak(weights / devices, gradients / devices, optimizer / devices, part)
+        yield "fsdp2_sequence_parallel", devices, shards
     heads = getattr(text, "num_key_value_heads", 0)
     if (
         heads

@@ -134,7 +134,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
         mask = row_mask(inputs["input_ids"], positions, cu_seqlens, length)
         if form.bounds:
             inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
-            inputs["seq_idx"] = number_of_document(positions).int()
+            inputs["seq_idx"] = number_of_document(inputs["position_ids"]).int()
     return model(**inputs, attention_mask=mask, use_cache=False)
 
 

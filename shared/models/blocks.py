@@ -1,6 +1,7 @@
 """The repeated blocks of a model: checkpointing and compiling them."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
             raise ConfigError("this timm model does not support --gradient_checkpointing") from None
         return
     every = int(setting) if setting.isdecimal() else 1
-    place = contextlib.nullcontext
+    place: Callable[[], Any] = contextlib.nullcontext
     if setting == "offload":
         place = partial(save_on_cpu, pin_memory=torch.cuda.is_available())
 

@@ -66,7 +66,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return None, None, *_exchanged(*ctx.dimensions, gradients)
+        divide, join = ctx.dimensions
+        return None, None, *_exchanged(divide, join, gradients)
 
 
 def _exchanged(

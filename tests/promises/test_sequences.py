@@ -41,7 +41,7 @@ def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], environment, timeout=1800)
     assert code == 0, output
-    found = dict(re.findall(r"(\w+) of rank 0: ((?:equal|refused).*)", output))
+    found = dict(re.findall(r"(\w+): ((?:equal to|refused:) .*)", output))
     assert found.keys() == set(families), output
     reason = "does not work with sp_size in the launch config: "
     refused = {family: said for family, said in found.items() if not said.startswith("equal to")}
