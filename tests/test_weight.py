@@ -23,7 +23,7 @@ FOLDERS = {
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_200,
-    "models": 24_000,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
+    "models": 24_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
     "parallel": 7_800,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (1,500)
     "process": 3_800,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
@@ -35,14 +35,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not.
 TEMPLATES = {
-    "dpo": 100_200,
-    "full_finetune": 91_100,
-    "grpo": 97_500,  # 2026-11-28: new
+    "dpo": 100_300,
+    "full_finetune": 91_200,
+    "grpo": 97_600,  # 2026-11-28: new
     "image_classification": 79_700,
-    "lora_finetune": 96_100,
-    "pretrain": 87_600,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 79_500,
-    "text_classification": 89_800,
+    "lora_finetune": 96_200,
+    "pretrain": 87_700,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 79_600,
+    "text_classification": 89_900,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

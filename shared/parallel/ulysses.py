@@ -71,6 +71,8 @@ class SequenceParallel(Strategy):
         for name in LENGTH_DEPENDENT:
             if f"'{name}'" in parameters:
                 why = f"its {name} positions depend on a row's length"
+        if getattr(config, "attn_temperature_tuning", False):  # by the local place
+            why = "its attention is scaled by a token's place in the row"
         if parts_that_choose(whole):
             why = "it chooses the tokens that it sees from the whole row"
         if not why:

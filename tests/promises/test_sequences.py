@@ -21,7 +21,7 @@ FIRST_TIER = ("mistral", "qwen3_5")
 REFUSED = {
     **dict.fromkeys(("gemma2", "gpt_oss", "mimo_v2_flash", "mamba", "mamba2"), "its attention is eager"),
     **dict.fromkeys(
-        ("deepseek_v4", "hy_v4", "qwen4_exp", "mistral_large4", "glm5_next", "minimax_m3_vl"),
+        ("deepseek_v4", "hy_v4", "qwen4_exp", "mistral_large4", "glm5_next"),
         "it chooses the tokens that it sees",
     ),
     "llama4": "its attention is scaled by a token's place",
