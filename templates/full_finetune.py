@@ -103,6 +103,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
+from shared.parallel import ulysses
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.run import Run
@@ -160,7 +161,7 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 def main(config: Config) -> None:
     if config.vision.demo_images:
         config = of_digits(config)
-    setup = Setup(config, "full_finetune")
+    setup = Setup(config, "full_finetune", strategy=ulysses.strategy_of)
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)

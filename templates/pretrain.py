@@ -89,7 +89,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES, gather_weights
-from shared.parallel import sharding
+from shared.parallel import sharding, ulysses
 from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
@@ -223,7 +223,9 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
 def main(config: Config) -> None:
     # --sync_every: each process trains its own weights, and agrees now and then
     apart = partial(Replicas, options=config.sync)
-    setup = Setup(config, "pretrain", strategy=apart if config.sync.sync_every > 1 else None)
+    setup = Setup(
+        config, "pretrain", strategy=apart if config.sync.sync_every > 1 else ulysses.strategy_of
+    )
     if config.data.is_demo:
         config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)
     data = build_datasets(setup)

@@ -23,7 +23,8 @@ from shared.models.blocks import set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of, freeze_outer_parts
 from shared.models.options import AdapterConfig
-from shared.parallel.strategy import Strategy
+from shared.parallel import sharding
+from shared.parallel.ulysses import strategy_of
 from shared.run import launch
 from shared.training import optim, step
 
@@ -59,13 +60,14 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
         whole = add_adapters(whole, AdapterConfig(lora_r=lora_r))
     whole.train()
     config = OptimConfig(learning_rate=3e-4)
-    strategy = Strategy(accelerator)
+    strategy = strategy_of(accelerator)
     prepared, optimizers = strategy.prepare(whole, optim.build(whole, config), config)
     lm_loss.fuse_head(accelerator, prepared, shape.get_text_config().vocab_size)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
     if length > LENGTH:
         batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
+    batch = sharding.share(accelerator).cut(batch)
 
     def train() -> None:
         for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch], 2):

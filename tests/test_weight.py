@@ -20,22 +20,22 @@ FOLDERS = {
     "answers": 1_400,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 5_900,
     "config": 3_700,
-    "data": 19_500,  # labels and the store of prepared data, before in text and images
+    "data": 19_800,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_200,
-    "models": 23_700,  # 2026-11-28: loads experts in 4 bits; samples by given draws
-    "parallel": 6_300,  # 2026-11-28: what of a step differs by launch came from training and run
-    "process": 4_000,  # start.py and cache_dir came from config, record_end from run
+    "models": 24_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
+    "parallel": 7_800,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (1,500)
+    "process": 3_800,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 22_800,  # 2026-11-28: tuned.py came from dpo.py
-    "text": 22_800,
-    "training": 6_500,  # flags of replicas came from config; a step may take batches that the template made
+    "run": 22_500,  # 2026-11-28: tuned.py came from dpo.py
+    "text": 22_700,
+    "training": 6_600,  # flags of replicas came from config; a step may take batches that the template made
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
-# templates of texts compute experts (700), with adapters also in 4 bits (2,100), and pack hybrids by their kernels (40).
-# text_classification: fp16 without a GPU is refused (15).
+# templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
+# 700 to 1,800 in templates that do not.
 TEMPLATES = {
     "dpo": 98_900,
     "full_finetune": 89_700,

@@ -9,6 +9,7 @@ without kernels made for them, which need less.
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -338,6 +339,17 @@ def activations(
     }
 
 
+def _exchanged(job: Job, devices: int) -> int:
+    """Numbers that a block's exchange of heads for tokens holds beside its attention: queries, keys
+    and values as they leave and as they arrive.
+    """
+    text = job.config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    of_keys = math.lcm(getattr(text, "num_key_value_heads", None) or heads, devices)
+    return 2 * job.batch * -(-job.length // devices) * (heads + 2 * of_keys) * size
+
+
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """Yield (launch config, devices it uses, peak of one device).
 
@@ -373,6 +385,16 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         Peak(weights / devices, gradients / devices, optimizer / devices, sharded),
     )
     text = job.config.get_text_config()
+    is_recurrent = any(isinstance(module, nn.Conv1d) for module in _on_meta(job).modules())
+    if text.num_attention_heads % devices == 0 and not is_recurrent:
+        part = activations(
+            replace(job, length=-(-job.length // devices)),
+            gathered=True,
+            around_loss=rest,
+            in_blocks=rest + block + _exchanged(job, devices) * cast,
+        )
+        shards = Peak(weights / devices, gradients / devices, optimizer / devices, part)
+        yield "fsdp2_sequence_parallel", devices, shards
     heads = getattr(text, "num_key_value_heads", 0)
     if (
         heads

@@ -22,8 +22,10 @@ SOURCE = Path(__file__).resolve().parents[1]
 COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
-    "image_classification": "deepspeed|tensor_parallel|offload",
-    "pretrain_pipeline": "deepspeed|tensor_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
+    "grpo": "sequence_parallel",
+    "image_classification": "deepspeed|tensor_parallel|sequence_parallel|offload",
+    "pretrain_pipeline": "deepspeed|_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
+    "text_classification": "sequence_parallel",
 }
 GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"
 

@@ -153,7 +153,7 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
     fitting: list[tuple[int, int, str, float]] = []
     # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside
     # the computation.
-    order = {"tensor_parallel": 1, "fsdp2_offload": 2}
+    order = {"fsdp2_sequence_parallel": 1, "tensor_parallel": 1, "fsdp2_offload": 2}
     for name, gpus, peak in tqdm(
         memory.plan(job, config.gpus), "measuring", leave=False, disable=None
     ):
@@ -212,7 +212,10 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
         else None
     )
     template = named[1] if named else template
-    alone = launch_config == "tensor_parallel"  # all GPUs have the same rows
+    alone = launch_config in (
+        "tensor_parallel",
+        "fsdp2_sequence_parallel",
+    )  # all have the same rows
     at_once = config.per_device_train_batch_size * (1 if alone else config.gpus)
     flags = {
         f"--config {recipe}": recipe,
@@ -228,7 +231,14 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
         f"--global_batch_size {-(-16 // at_once) * at_once} ...": not recipe,
     }
     wanted = " ".join(flag for flag, is_wanted in flags.items() if is_wanted)
-    spread = f" --parallelism_config_tp_size {config.gpus}" if alone else ""
+    spread = ""
+    if alone:
+        kind = (
+            "tp"
+            if launch_config == "tensor_parallel"
+            else "dp_shard_size 1 --parallelism_config_sp"
+        )
+        spread = f" --parallelism_config_{kind}_size {config.gpus}"
     launcher = (
         f"accelerate launch --config_file accelerate_configs/{launch_config}.yaml --num_processes "
         f"{config.gpus}{spread}"

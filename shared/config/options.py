@@ -169,8 +169,8 @@ class FullOptimConfig(OptimConfig):
 
 
 RECOMPUTED = Rule(
-    "is none, full or a number of blocks",
-    lambda text: text in ("none", "full") or (text.isdecimal() and int(text) >= 1),
+    "is none, full, offload or a number of blocks",
+    lambda text: text in ("none", "full", "offload") or (text.isdecimal() and int(text) >= 1),
 )
 
 
@@ -178,7 +178,8 @@ RECOMPUTED = Rule(
 class SpeedConfig:
     """Memory and speed."""
 
-    # none, full, or N: recompute activations of every N-th block in the backward pass
+    # none, full, or N: recompute activations of every N-th block in the backward pass. offload:
+    # full, and the inputs of blocks wait in host memory, for rows of 100,000 tokens
     gradient_checkpointing: Free[Annotated[str, RECOMPUTED]] = "none"
     # torch.compile each block, and the loss (a ResNet whole); needs a C compiler. If not given,
     # on GPUs, in runs of so many steps that it saves time, where all batches have one length: the

@@ -75,12 +75,13 @@ class Share:
     """What one process reads of each global batch: its rank among those that read different data,
     and how many there are.
 
-    Batches are put on `device`.
+    Batches are put on `device`, after `cut` has taken this process's part of each row.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    cut: Callable[[Batch], Batch] = dict
 
 
 @dataclass
@@ -111,11 +112,13 @@ class _Rows:
         collate: Callable[[list[Row]], Batch],
         transform: Callable[[Row], Row] | None,
         seed: int,
+        cut: Callable[[Batch], Batch],
     ) -> None:
         self.samples = samples
         self.collate = collate
         self.transform = transform
         self.seed = seed
+        self.cut = cut
 
     def row(self, index: int, epoch: int) -> Row:
         row = self.samples[max(index, 0)]
@@ -141,7 +144,10 @@ class _Rows:
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
         # A step that reads in its own process goes on to draw what it would draw without.
         with draws_kept() if self.transform else contextlib.nullcontext():
-            return self.collate([self.row(*key) for key in keys])
+            return self.batch([self.row(*key) for key in keys])
+
+    def batch(self, rows: list[Row]) -> Batch:
+        return self.cut(self.collate(rows))
 
 
 class _Work(Dataset):
@@ -384,12 +390,13 @@ class Loader:
         longest, shortest = (
             read.row(int(index), 0) for index in (np.argmax(lengths), np.argmin(lengths))
         )
-        batch = self.collate([longest] + [shortest] * (rows - 1))
+        batch = read.batch([longest] + [shortest] * (rows - 1))
         batch.pop("targets", None)
         return {key: tensor.to(self.share.device) for key, tensor in batch.items()}
 
     def _rows(self) -> _Rows:
-        return _Rows(self.samples, self.collate, self.transform, self.order.seed)
+        seed = self.order.seed
+        return _Rows(self.samples, self.collate, self.transform, seed, self.share.cut)
 
     def _reader(self, start: int, stop: int) -> DataLoader:
         return _workers(

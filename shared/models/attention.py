@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
+from shared.parallel.sequence import attend_by_heads
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
@@ -52,6 +53,7 @@ class Rows(NamedTuple):
     are_padded: bool = False
     position_ids: torch.Tensor | None = None  # of packed rows: they restart with each document
     cu_seqlens: torch.Tensor | None = None  # the documents' bounds, if a kernel takes them
+    length: int = 0  # of whole rows, if this rank has a part of them
 
 
 class RowMask(torch.Tensor):
@@ -89,12 +91,13 @@ def row_mask(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    length: int = 0,
 ) -> RowMask:
-    """A mask of ones, for rows without padding: [batch, seq, ...]."""
+    """A mask of ones, for rows without padding: [batch, seq, ...]. For the others see `Rows`."""
     # Fake tensors lose the attribute when transformers casts them to bool.
     dtype = torch.int64 if type(tokens) is torch.Tensor else torch.bool
     ones = torch.ones(tokens.shape[:2], dtype=dtype, device=tokens.device)
-    return with_rows(ones, Rows(False, position_ids, cu_seqlens))
+    return with_rows(ones, Rows(False, position_ids, cu_seqlens, length))
 
 
 class Form(NamedTuple):
@@ -112,7 +115,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     Args:
         batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks
             something, `position_ids` only if rows hold several documents, `cu_seqlens`: see
-            `loader.cu_seqlens_of`.
+            `loader.cu_seqlens_of`; or a part of each row: see `sequence.cut`.
         like: the model whose `row_form` counts, if not this one's: that of
             `isolation.isolate_documents`.
     """
@@ -120,20 +123,22 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     inputs = {name: batch[name] for name in names if name in batch}
     of_images = [name for name in batch if name.startswith("image.")]  # see `shared.vision`
     inputs |= {name.removeprefix("image."): batch[name] for name in of_images}
+    positions = batch.get("row_positions", batch.get("position_ids"))
+    length = batch["row_positions"].shape[1] if "row_positions" in batch else 0
     if "attention_mask" in batch:
         mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
-    elif "position_ids" not in batch:
-        mask = row_mask(batch["input_ids"])
+    elif "position_ids" not in batch or (length and "cu_seqlens" not in batch):
+        mask = row_mask(batch["input_ids"], length=length)
     else:
         form: Form = getattr(like or model, "row_form", Form())
         if form.flat:
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
-        positions = inputs["position_ids"]
+            positions = inputs["position_ids"]
         cu_seqlens = batch["cu_seqlens"] if form.by_kernel else None
-        mask = row_mask(positions, positions, cu_seqlens)
+        mask = row_mask(inputs["input_ids"], positions, cu_seqlens, length)
         if form.bounds:
             inputs[form.bounds] = batch["cu_seqlens"]
-            inputs["seq_idx"] = number_of_document(positions).int()
+            inputs["seq_idx"] = number_of_document(inputs["position_ids"]).int()
     return model(**inputs, attention_mask=mask, use_cache=False)
 
 
@@ -188,17 +193,20 @@ def _sdpa_mask_of_rows(
     their dimension.
 
     For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it
-    for backward.
+    for backward. Where a rank has a part of each row, the mask is that of whole rows; `cu_seqlens`
+    is 2-D, and empty in place of None.
     """
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = getattr(attention_mask, "rows", Rows())
+    if rows.length:
+        named["q_length"] = named["kv_length"] = rows.length
     if rows.cu_seqlens is not None and dtype.itemsize == 2 and _is_causal_alone(**named):
         # another number of documents must not recompile
         torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)
-        return rows.cu_seqlens
+        return rows.cu_seqlens[None] if rows.length else rows.cu_seqlens
     mask = _mask_of_rows(sdpa_mask, attention_mask=attention_mask, dtype=dtype, **named)
     if mask is None:
-        return None
+        return torch.empty(1, 0, device=named["device"]) if rows.length else None
     avoid_cudnn()
     if rows.position_ids is None:
         return mask
@@ -238,9 +246,20 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA, [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
 
-    It takes a mask, or `cu_seqlens` for the kernel.
+    It takes a mask, or `cu_seqlens` for the kernel. Masks of whole rows: see `_sdpa_mask_of_rows`.
     """
     rows, _, length, _ = query.shape
+    if attention_mask is not None and (
+        attention_mask.ndim == 2 or (attention_mask.ndim == 4 and attention_mask.shape[2] > length)
+    ):
+        dtype = computed_in(query.device, value.dtype)
+        states = [tensor.to(dtype) for tensor in (query, key, value)]
+        if attention_mask.ndim == 2:
+            attention_mask = attention_mask[0] if attention_mask.numel() else None
+        attend_rows = partial(attend, kernel)
+        return attend_by_heads(
+            attend_rows, module, states, attention_mask, scaling=scaling, **options
+        )
     if kernel is None or attention_mask is None or not takes_kernel(attention_mask, **options):
         if attention_mask is not None:
             avoid_cudnn()

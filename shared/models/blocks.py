@@ -1,10 +1,13 @@
 """The repeated blocks of a model: checkpointing and compiling them."""
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +69,7 @@ def heads(model: Any) -> list[nn.Module]:
 
 def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
     """Recompute the activations of all (`full`) or every N-th block in the backward pass; `none`
-    changes nothing.
+    changes nothing. `offload` is `full`, with the inputs of blocks in host memory meanwhile.
 
     Numerically the same as without: non-reentrant checkpointing restores the generator states. Call
     it before the model is prepared. For blocks of transformers' models
@@ -84,10 +87,14 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
         except (AssertionError, AttributeError):
             raise ConfigError("this timm model does not support --gradient_checkpointing") from None
         return
-    every = 1 if setting == "full" else int(setting)
+    every = int(setting) if setting.isdecimal() else 1
+    place: Callable[[], Any] = contextlib.nullcontext
+    if setting == "offload":
+        place = partial(save_on_cpu, pin_memory=torch.cuda.is_available())
 
     def recompute(function, *args):
-        return checkpoint(function, *args, use_reentrant=False)
+        with place():
+            return checkpoint(function, *args, use_reentrant=False)
 
     chosen = repeated_blocks(model)
     if not all(hasattr(block, "gradient_checkpointing") for block in chosen):

@@ -153,11 +153,11 @@ class _Trial:
         in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts
         allowed = FP32_ERROR
         if in_16_bits:
-            rounding = _relative(self.masked[:, :8], plain[:, :8])
+            rounding = relative_error(self.masked[:, :8], plain[:, :8])
             allowed = max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
         return (
             _see_the_same(self.masked, changed)
-            and _relative(self.masked[:, 8:], alone[:, :8]) < allowed
+            and relative_error(self.masked[:, 8:], alone[:, :8]) < allowed
         )
 
     def why_not_by(self, kernel: Kernel) -> str:
@@ -169,7 +169,10 @@ class _Trial:
                 found, changed = self._logits(self.packed, self.changed)
             if not any(by_kernel for _, by_kernel in calls):
                 why = "every block needs one (window, bias, dropout)"
-            elif not _see_the_same(found, changed) or _relative(found, self.masked) > 4 * MAX_ERROR:
+            elif (
+                not _see_the_same(found, changed)
+                or relative_error(found, self.masked) > 4 * MAX_ERROR
+            ):
                 why = "without one the model's logits differ"
             else:
                 attention.use_kernel(kernel)
@@ -190,7 +193,7 @@ class _Trial:
 
         hook = self.whole.get_decoder().register_forward_pre_hook(look)
         try:
-            with _as_in_an_evaluation(self.model):
+            with as_in_an_evaluation(self.model):
                 found = [forward_rows(self.model, batch).logits for batch in batches]
         finally:
             hook.remove()
@@ -201,7 +204,7 @@ def _see_the_same(before: torch.Tensor, changed: torch.Tensor) -> bool:
     return torch.allclose(before[:, 8:].float(), changed[:, 8:].float(), atol=1e-3, rtol=1e-3)
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(
         (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
     )
@@ -257,7 +260,7 @@ def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
     with torch.autocast(device.type, enabled=False):
         pairs = zip(results(kernel, dtype), results(None, torch.float32), strict=True)
     # unlike max(), NaN if one is
-    return float(torch.tensor([_relative(*pair) for pair in pairs]).max())
+    return float(torch.tensor([relative_error(*pair) for pair in pairs]).max())
 
 
 def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
@@ -275,7 +278,7 @@ def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def _as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
+def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
     """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes.
     fp8's scales depend on all tokens of a batch, so every token would affect all others."""
     training = model.training

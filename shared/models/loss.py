@@ -25,6 +25,7 @@ from shared.models.attention import forward_rows
 from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
+from shared.parallel.sequence import over_ranks, over_rows
 from shared.process.errors import first_line, is_out_of_memory
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
@@ -64,10 +65,11 @@ def causal_lm_loss(
         loss = F.cross_entropy(
             loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum"
         )
+    loss = over_ranks(batch, loss)
     if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
         config = extract_model_from_parallel(model).config.get_text_config()
         if can_balance(config):
-            aux_loss = balancing_loss(outputs.router_logits, batch["labels"], experts_of(config)[1])
+            aux_loss = balancing_loss(outputs.router_logits, batch, experts_of(config)[1])
             loss = loss + config.router_aux_loss_coef * (aux_loss - aux_loss.detach())
             if log is not None:
                 log(aux_loss=aux_loss)
@@ -104,7 +106,7 @@ def log_probabilities(
     if (targets := batch.get("targets")) is not None:
         groups = groups[targets]
     found = target_log_probabilities(model, batch)
-    return found.new_zeros(count).index_add(0, groups, found)
+    return over_ranks(batch, found.new_zeros(count).index_add(0, groups, found))
 
 
 def target_log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -140,7 +142,7 @@ def can_balance(config: Any) -> bool:
 
 
 def balancing_loss(
-    router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int
+    router_logits: tuple[torch.Tensor, ...], batch: dict[str, torch.Tensor], top_k: int
 ) -> torch.Tensor:
     """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of
     share x probability.
@@ -152,23 +154,29 @@ def balancing_loss(
 
     Args:
         router_logits: of each layer, [batch * seq, experts].
-        labels: [batch, seq]. Tokens after a row's last target are padding.
+        batch: `labels`: [batch, seq]. Tokens after a row's last target are padding. May be of
+            `sequence.cut`.
         top_k: experts that a token is sent to.
 
     Returns:
         Scalar, fp32.
     """
-    is_target = labels != IGNORED
-    used = (is_target.flip(1).cumsum(1).flip(1) > 0).float()
-    weights = (used / used.sum(1, keepdim=True).clamp(min=1))[..., None]
+    labels = batch["labels"]
+
+    def weights_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        used = ((rows["labels"] != IGNORED).flip(1).cumsum(1).flip(1) > 0).float()
+        return used / used.sum(1, keepdim=True).clamp(min=1)
+
+    weights = over_rows(batch, weights_of)[..., None]
+    targets = over_ranks(batch, (labels != IGNORED).sum(1))
     by_row = torch.zeros(len(labels), device=labels.device)
     for logits in router_logits:
         probabilities = logits.float().reshape(*labels.shape, -1).softmax(-1)
         sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
-        share = (sent * weights).sum(1)
-        probability = (probabilities * weights).sum(1)  # [batch, experts]
+        share = over_ranks(batch, (sent * weights).sum(1))
+        probability = over_ranks(batch, (probabilities * weights).sum(1))  # [batch, experts]
         by_row = by_row + logits.shape[-1] * (share * probability).sum(1)
-    return (by_row * is_target.sum(1)).sum() / len(router_logits)
+    return (by_row * targets).sum() / len(router_logits)
 
 
 class _InOnePass(torch.autograd.Function):

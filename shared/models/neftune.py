@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shared.data.order import IGNORED, Batch
+from shared.parallel.sequence import over_rows
 
 
 def document_lengths(batch: Batch) -> torch.Tensor:
@@ -40,7 +41,7 @@ def noisy_embeddings(model: Any, batch: Batch, alpha: float) -> Iterator[None]:
     if not alpha:
         yield
         return
-    scale = alpha / document_lengths(batch).sqrt()[..., None]
+    scale = alpha / over_rows(batch, document_lengths).sqrt()[..., None]
 
     def add_noise(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
         noise = torch.empty_like(embedded).uniform_(-1, 1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.loader import Share
+from shared.data.stretches import cut
 from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
 from shared.parallel.tensor import (
@@ -38,9 +39,16 @@ def data_rank(accelerator: Accelerator) -> int:
     return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
 
 
+def draws_rank(accelerator: Accelerator) -> int:
+    """This process's place among those that compute different tokens, and draw different noise."""
+    alike = ranks.data_parallel_size() * ranks.sequence_ranks()
+    return accelerator.process_index // (accelerator.num_processes // alike)
+
+
 def share(accelerator: Accelerator) -> Share:
     """What this process reads of the data."""
-    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device)
+    part = cut if ranks.sequence_ranks() > 1 else dict
+    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device, part)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:

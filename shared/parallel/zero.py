@@ -15,7 +15,7 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
 from shared.parallel.strategy import Strategy
-from shared.process import faults
+from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,6 +23,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
     """The strategy that the launch config asks for."""
+    if ranks.sequence_ranks() > 1:
+        raise ConfigError(
+            "this template cannot divide rows over GPUs: use fsdp2.yaml, or sp_size 1"
+        )
     is_used = accelerator.distributed_type == DistributedType.DEEPSPEED
     return DeepSpeed(accelerator) if is_used else Strategy(accelerator)
 

@@ -66,9 +66,15 @@ def pipeline_ranks() -> int:
     return _pipeline_ranks
 
 
+def sequence_ranks() -> int:
+    """Neighbouring ranks that share a row's tokens: see `parallel.sequence`."""
+    used = env_flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+    return int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")) if used else 1
+
+
 def data_parallel_size() -> int:
     """Processes of this launch that read different data: all, over those that share one model's
-    pieces.
+    pieces or a row's tokens.
 
     Raises:
         ConfigError: the launch config's sizes do not divide the number of processes.
@@ -89,17 +95,19 @@ def data_parallel_size() -> int:
         raise ConfigError(
             f"{world_size()} processes were launched, but the launch config's sizes are {product}"
         )
-    if env_flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
+    if env_flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] * sizes["sp_size"] == 1:
         raise ConfigError(
             "dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml"
         )
-    if sizes["cp_size"] * sizes["sp_size"] > 1:
+    if sizes["cp_size"] > 1:
         raise ConfigError(
-            "cp_size and sp_size are to be 1 in the launch config: no template "
-            "cuts sequences over processes"
+            "cp_size is not supported in the launch config: sp_size divides rows over ranks "
+            "(sequence_parallel.yaml)"
         )
+    if sizes["sp_size"] > 1 and (sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")):
+        raise ConfigError("sp_size in the launch config does not work with tp_size and DeepSpeed")
     readers = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
-    if readers > 1 and not env_flag("ACCELERATE_USE_FSDP"):
+    if readers > 1 and sizes["sp_size"] == 1 and not env_flag("ACCELERATE_USE_FSDP"):
         raise ConfigError(
             "dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or "
             "fsdp2_tensor_parallel.yaml"

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +87,28 @@ def start(
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
-    rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
-    group: dict[str, Any] = {"timeout": wait}
-    of_several = "LOCAL_RANK" in os.environ and not ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
-    if of_several and not on_cpu and torch.cuda.is_available():
-        # objects go through gloo: NCCL would take memory of the GPUs for them
-        group["backend"] = "cuda:nccl,cpu:gloo"
-    accelerator = Accelerator(
-        log_with=log_with,
-        # Trackers that write files insist on a folder; `tracking.Tracker` names the run's.
-        project_config=ProjectConfiguration(logging_dir="."),
-        # No copy of the gradients into buckets, and no broadcast of buffers that do not change in
-        # training.
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(**group),
-            *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
-        ],
-    )
+    with _sequence_ranks_in_dp():
+        rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
+        group: dict[str, Any] = {"timeout": wait}
+        is_deepspeed = ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
+        of_several = "LOCAL_RANK" in os.environ and not is_deepspeed
+        if of_several and not on_cpu and torch.cuda.is_available():
+            # objects go through gloo: NCCL would take memory of the GPUs for them
+            group["backend"] = "cuda:nccl,cpu:gloo"
+        accelerator = Accelerator(
+            log_with=log_with,
+            # Trackers that write files insist on a folder; `tracking.Tracker` names the run's.
+            project_config=ProjectConfiguration(logging_dir="."),
+            # No copy of the gradients into buckets, and no broadcast of buffers that do not change
+            # in training.
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True, broadcast_buffers=False
+                ),
+                InitProcessGroupKwargs(**group),
+                *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
+            ],
+        )
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if policy := getattr(plugin, "mixed_precision_policy", None):
         # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to
@@ -210,6 +215,8 @@ def strategy(accelerator: Accelerator) -> str:
         spread = " x ".join(filter(None, (sharded, cut)))
     else:
         spread = f"{'FSDP2' if kind == DistributedType.FSDP else 'DDP'} x {count}"
+    if ranks.sequence_ranks() > 1:
+        spread += f" with SP {ranks.sequence_ranks()}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     if torch.get_float32_matmul_precision() != "highest":
         precision += " (TF32 in matrix products)"
@@ -376,6 +383,24 @@ def _fp8_recipe() -> AORecipeKwargs:
     return AORecipeKwargs(
         config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=is_of_a_block
     )
+
+
+@contextlib.contextmanager
+def _sequence_ranks_in_dp() -> Iterator[None]:
+    """Hide sp_size from Accelerate, which would ask DeepSpeed for it: these ranks reduce gradients
+    as more ranks of DDP, or shards of FSDP.
+    """
+    changed: dict[str, str] = {}
+    if ranks.sequence_ranks() > 1:
+        changed = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
+        if ranks.env_flag("ACCELERATE_USE_FSDP"):
+            size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+            shards = int(os.environ.get(size, "1")) * ranks.sequence_ranks()
+            changed = {size: str(shards), "PARALLELISM_CONFIG_SP_SIZE": "1"}
+    before = {name: os.environ[name] for name in changed if name in os.environ}
+    os.environ.update(changed)
+    yield
+    os.environ.update(before)
 
 
 def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:

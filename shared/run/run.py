@@ -128,7 +128,7 @@ class Run:
         until = self.state.step if self.is_last else self.total_steps
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
             launch.seed_step(
-                config.batch.seed, self.state.step, sharding.data_rank(self.accelerator)
+                config.batch.seed, self.state.step, sharding.draws_rank(self.accelerator)
             )
             rate = optim.set_learning_rate(
                 self.optimizers, config.optim, self.state.step, self.total_steps

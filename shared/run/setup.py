@@ -58,7 +58,7 @@ class Setup:
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
-        strategy: makes the Strategy, in place of the launch config's.
+        strategy: makes the Strategy, in place of `zero.strategy_of`.
 
     Attributes:
         config: with what was chosen so far.

@@ -239,7 +239,7 @@ class Stream:
         tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(
             self.share.device
         )
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
@@ -329,7 +329,10 @@ class Stream:
         on_device = [
             batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])
         ]
-        batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
+        batches = [
+            self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+            for tokens in on_device
+        ]
         numbers = np.array([number for number, _ in sequences])[split]
         return Window(
             batches,

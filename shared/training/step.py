@@ -90,7 +90,7 @@ class Step:
         for batch in self.window.micro_batches:
             self.waited += time.perf_counter() - start
             # tokens or classes; numbers, or a yes or no for each class, are one target a row
-            labels = batch["labels"]
+            labels = batch.get("row_labels", batch["labels"])
             self.positions += len(labels) if labels.is_floating_point() else labels.numel()
             yield batch
             start = time.perf_counter()

@@ -19,6 +19,7 @@ from shared.models.weights import WeightCopy, average_buffers
 from shared.parallel import sharding
 from shared.parallel.gradients import local_part
 from shared.parallel.strategy import Strategy
+from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.training.options import SyncConfig
 
@@ -64,7 +65,7 @@ class Replicas(Strategy):
         sizes = accelerator.parallelism_config
         is_sharded = accelerator.distributed_type == DistributedType.FSDP
         is_cut = accelerator.distributed_type == DistributedType.DEEPSPEED
-        is_cut |= sizes is not None and sizes.tp_enabled
+        is_cut |= ranks.sequence_ranks() > 1 or (sizes is not None and sizes.tp_enabled)
         if is_cut or accelerator.scaler is not None:
             raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
         if is_sharded and not (sizes is not None and sizes.dp_replicate_enabled):
@@ -79,8 +80,8 @@ class Replicas(Strategy):
         self.across: Any = None  # the ranks that hold the same shards, one of each replica
         processes = range(accelerator.num_processes)
         if self.count > 1:
-            ranks = [list(processes[place::size]) for place in range(size)]
-            self.across = dist.new_subgroups_by_enumeration(ranks)[0]
+            alike = [list(processes[place::size]) for place in range(size)]
+            self.across = dist.new_subgroups_by_enumeration(alike)[0]
         if size > 1:
             self.group = dist.new_subgroups(size)[0]
         self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32

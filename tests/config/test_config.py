@@ -456,7 +456,11 @@ def test_the_default_cadence_is_that_of_a_demo_in_a_short_run_and_a_share_of_a_l
     ("template", "argv", "message"),
     [
         ("pretrain", "--model_preset 9M", "--model_preset 9M"),
-        ("pretrain", "--gradient_checkpointing 0", "--gradient_checkpointing is none, full or a number of blocks, not '0'"),
+        (
+            "pretrain",
+            "--gradient_checkpointing 0",
+            "--gradient_checkpointing is none, full, offload or a number of blocks, not '0'",
+        ),
         (
             "pretrain",
             "--warmup_steps 1.5",

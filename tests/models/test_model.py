@@ -77,7 +77,7 @@ def gradients(setting, *, dropout=0.0):
 
 @pytest.mark.parametrize(
     ("setting", "recomputed"),
-    [("full", [0, 1, 2, 3, 4]), ("2", [1, 3]), ("5", [4])],
+    [("full", [0, 1, 2, 3, 4]), ("2", [1, 3]), ("5", [4]), ("offload", [0, 1, 2, 3, 4])],
 )
 def test_recomputing_blocks_changes_no_gradient(setting, recomputed):
     expected, _ = gradients("none", dropout=0.3)

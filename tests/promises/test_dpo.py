@@ -153,6 +153,8 @@ def one(base, tmp_path_factory):
         ("--no_packing", 2, "fsdp2"),
         slow("--packing", 1, "fsdp2"),
         slow("--no_packing", 1, "tensor_parallel"),
+        slow("--packing", 2, "sequence_parallel"),
+        slow("--no_packing", 2, "sequence_parallel"),
         slow("--no_packing", 1, "deepspeed_zero2"),
         slow("--no_packing", 1, "deepspeed_zero3"),
     ],

@@ -26,11 +26,13 @@ STRATEGIES = {
     "hsdp": (4, "HSDP 2 x 2", 1 / 2, 1 / 2),
     "tensor_parallel": (2, "TP 2", None, None),  # matrices are halved, norms and embeddings are not
     "fsdp2_tensor_parallel": (4, "FSDP2 2 x TP 2", None, None),
+    "sequence_parallel": (2, "DDP x 2 with SP 2", 1, 1),
+    "fsdp2_sequence_parallel": (4, "FSDP2 4 with SP 2", 1 / 4, 1 / 4),
     "deepspeed_zero2": (2, "ZeRO-2 x 2", 1, 1 / 2),
     "deepspeed_zero3": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
     "deepspeed_zero3_offload": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
 }
-FIRST = ("ddp", "fsdp2", "tensor_parallel", "deepspeed_zero3")  # the others are of the exhaustive tier
+FIRST = ("ddp", "fsdp2", "tensor_parallel", "sequence_parallel", "deepspeed_zero3")  # the others are of the exhaustive tier
 STEPS, SAVED = 10, 4
 COMMON = ("--max_steps", STEPS, "--save_steps", SAVED, "--save_total_limit", 9, "--global_batch_size", 8)
 COMMON = (*COMMON, "--max_grad_norm", 0.5, "--eval_samples", 9)
@@ -87,6 +89,7 @@ def test_the_table_has_every_launch_config_of_several_processes():
     ("template", "config"),
     [("pretrain", config) if config in FIRST else slow("pretrain", config) for config in STRATEGIES]
     + [slow("lora_finetune", config) for config in ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")]
+    + [slow("lora_finetune", "fsdp2_sequence_parallel"), slow("full_finetune", "sequence_parallel")]
     + [slow("full_finetune", config) for config in ("fsdp2", "fsdp2_tensor_parallel", "deepspeed_zero3")],
 )
 def test_learns_what_one_process_learns(reference, launched, template, config):
@@ -130,6 +133,8 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
         *(("tensor_parallel", None), ("deepspeed_zero3", "fsdp2"), slow(None, "deepspeed_zero3"), slow("hsdp", "ddp")),
         *(
             slow("deepspeed_zero2", None),
+            *(slow("fsdp2_sequence_parallel", config) for config in (None, "ddp", "tensor_parallel")),
+            slow("fsdp2_tensor_parallel", "sequence_parallel"),
             *(slow("fsdp2_tensor_parallel", config) for config in (None, "fsdp2", "tensor_parallel", "deepspeed_zero2")),
         ),
     ],

@@ -40,7 +40,8 @@ def measure(folder, config, precision, *arguments, architecture=""):
     ]
     if config:
         launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-        argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *argv]
+        two = ["--num_processes", "2", "--parallelism_config_dp_shard_size", "1"] * ("sequence" in config)
+        argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *two, *argv]
     code, output = LAUNCHER.run(argv, dict(os.environ))
     assert code == 0, output
     return json.loads(facts.read_text())
@@ -52,6 +53,8 @@ def measure(folder, config, precision, *arguments, architecture=""):
         pytest.param(None, 1, "bf16", 8, "none, packed", marks=pytest.mark.slow),
         ("fsdp2", 2, "no", 0, "full"),
         pytest.param("tensor_parallel", 2, "no", 0, "none", marks=pytest.mark.slow),
+        pytest.param("fsdp2_sequence_parallel", 2, "no", 0, "none", marks=pytest.mark.slow),
+        pytest.param("fsdp2_sequence_parallel", 2, "no", 0, "full", marks=pytest.mark.slow),
         pytest.param(None, 1, "no", 0, "full", marks=pytest.mark.slow),
         pytest.param("ddp", 2, "no", 0, "none", marks=pytest.mark.slow),
         pytest.param("fsdp2", 2, "bf16", 0, "none", marks=pytest.mark.slow),
@@ -67,7 +70,8 @@ def test_predicted_peak_is_within_15_percent_of_the_allocators(
     job = memory.Job(*shape, precision == "bf16", lora_r, packed=bool(packed))
     predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[config or "single_gpu"].total(checkpointing)
     measured = measure(tmp_path, config, precision, checkpointing, lora_r, length)
-    assert measured["strategy"].split()[0] == {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP"}[config]
+    names = {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP", "fsdp2_sequence_parallel": "FSDP2"}
+    assert measured["strategy"].split()[0] == names[config]
     assert predicted == pytest.approx(measured["peak"], rel=0.15)
 
 

@@ -1,0 +1,128 @@
+"""Rows whose tokens are divided over neighbouring ranks: Ulysses (Jacobs et al., arXiv 2309.14509).
+
+The ranks of a group get the same rows, and each computes a stretch of their tokens. For attention
+they exchange heads for tokens: each then has all tokens of some heads. Everything else needs the
+rank's own tokens alone.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared.data.order import Batch
+from shared.data.stretches import own_part
+from shared.process import ranks
+from shared.process.errors import ConfigError
+
+
+@cache
+def group() -> Any:
+    """The ranks that share rows. Every rank makes the first call."""
+    return dist.new_subgroups(ranks.sequence_ranks())[0]
+
+
+def over_rows(batch: Batch, function: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+    """What `function` makes, [rows, length], of labels and positions of whole rows, for the tokens
+    of the batch.
+    """
+    if "row_labels" not in batch:
+        return function(batch)
+    whole = {"labels": batch["row_labels"], "position_ids": batch["row_positions"]}
+    return own_part(function(whole))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        total = value.clone()
+        dist.all_reduce(total, group=group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def over_ranks(batch: Batch, value: torch.Tensor) -> torch.Tensor:
+    """The sum over whole rows of what `value` sums over the batch's tokens. Every rank calls this.
+
+    Its gradient is that of this rank's tokens: the reduction of gradients adds the others'.
+    """
+    return _Sum.apply(value) if "row_labels" in batch else value
+
+
+class _Exchange(torch.autograd.Function):
+    """Divide tensors along one dimension over the ranks, and join what comes along another."""
+
+    @staticmethod
+    def forward(ctx: Any, divide: int, join: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.dimensions = join, divide
+        return _exchanged(divide, join, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+        divide, join = ctx.dimensions
+        return None, None, *_exchanged(divide, join, gradients)
+
+
+def _exchanged(
+    divide: int, join: int, tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """One message to each rank, whatever the number of tensors: their order cannot differ."""
+    count = ranks.sequence_ranks()
+    parts = [t.unflatten(divide, (count, -1)).movedim(divide, 0) for t in tensors]
+    sizes = [part[0].numel() for part in parts]
+    sent = tensors[0].new_empty(count, sum(sizes))
+    for space, part in zip(sent.split(sizes, 1), parts, strict=True):
+        space.unflatten(1, part.shape[1:]).copy_(part)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group())
+    del sent
+    return tuple(
+        torch.cat(space.unflatten(1, part.shape[1:]).unbind(), join)
+        for space, part in zip(received.split(sizes, 1), parts, strict=True)
+    )
+
+
+def attend_by_heads(
+    attend: Callable[..., Any],
+    module: Any,
+    states: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's tokens to whole rows.
+
+    Args:
+        attend: as without: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
+        states: query, key and value of this rank's tokens.
+        mask: of whole rows.
+
+    Raises:
+        ConfigError: the ranks cannot share the heads.
+    """
+    query, key, value = states
+    count = ranks.sequence_ranks()
+    heads = query.shape[1]
+    if heads % count:
+        sizes = [str(n) for n in range(2, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"sp_size {count} does not divide the model's {heads} attention heads: "
+            f"{', '.join(sizes) or 'no size'} would"
+        )
+    repeats = count // math.gcd(count, key.shape[1])  # each rank needs a head of keys
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+        module = SimpleNamespace(
+            num_key_value_groups=heads // key.shape[1],
+            is_causal=getattr(module, "is_causal", True),
+        )
+    states = _Exchange.apply(1, 2, query, key, value)  # heads for tokens
+    output, _ = attend(module, *states, mask, **options)
+    return _Exchange.apply(1, 2, output)[0], None  # tokens for heads

@@ -1,0 +1,106 @@
+"""Sequence parallelism as a strategy: DDP or FSDP2, whose neighbouring ranks share rows."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from shared.config.options import OptimConfig
+from shared.data.loader import cu_seqlens_of
+from shared.data.stretches import cut, own_part
+from shared.models.attention import forward_rows
+from shared.models.isolation import FP32_ERROR, MAX_ERROR, as_in_an_evaluation, relative_error
+from shared.models.loading import parts_that_choose, without_adapters
+from shared.parallel import sequence, zero
+from shared.parallel.strategy import Strategy
+from shared.process import ranks
+from shared.process.errors import ConfigError, first_line
+
+# Their angles depend on the longest position of a forward, of which each rank has its own.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def strategy_of(accelerator: Accelerator) -> Strategy:
+    """As `zero.strategy_of`, for a template whose ranks may share rows."""
+    if ranks.sequence_ranks() > 1:
+        return SequenceParallel(accelerator)
+    return zero.strategy_of(accelerator)
+
+
+class SequenceParallel(Strategy):
+    """Each group of `sp_size` neighbouring ranks computes the same rows, each a stretch of tokens.
+
+    To Accelerate they are more ranks of DDP or FSDP2, which average all ranks' gradients.
+    """
+
+    title = "sp_size in the launch config"
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        sequence.group()
+
+    def prepare(
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+    ) -> tuple[Any, list[Any]]:
+        model, optimizers = super().prepare(model, optimizers, options, comm_hook)
+        self.require_equal_logits(model)
+        return model, optimizers
+
+    def backward(self, loss: torch.Tensor, scale: float) -> None:
+        # The loss is of whole rows, its gradient of this rank's tokens, and reduction averages.
+        super().backward(loss, scale * ranks.sequence_ranks())
+
+    @torch.no_grad()
+    def require_equal_logits(self, model: Any) -> None:
+        """Compare the logits of divided rows, of one document and of two, with those of whole rows.
+        Every rank calls this, with the prepared model.
+
+        Raises:
+            ConfigError: they differ, or would in longer rows than those of the trial.
+        """
+        whole: Any = without_adapters(self.accelerator.unwrap_model(model))
+        config = whole.config.get_text_config()
+        kind = type(whole).__name__
+        count = ranks.sequence_ranks()
+        why = ""
+        if config._attn_implementation != "sdpa":
+            why = f"its attention is {config._attn_implementation}, not sdpa"
+        parameters = str(getattr(config, "rope_parameters", None) or {})
+        for name in LENGTH_DEPENDENT:
+            if f"'{name}'" in parameters:
+                why = f"its {name} positions depend on a row's length"
+        if getattr(config, "attn_temperature_tuning", False):  # by the local place
+            why = "its attention is scaled by a token's place in the row"
+        if parts_that_choose(whole):
+            why = "it chooses the tokens that it sees from the whole row"
+        if not why:
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randint(0, config.vocab_size, (2, 8 * count), generator=generator)
+            one = {"input_ids": tokens, "labels": tokens}
+            positions = torch.arange(8 * count).expand(2, -1) % (4 * count + 1)
+            bounds = torch.from_numpy(cu_seqlens_of(positions.numpy()))
+            two = one | {"position_ids": positions, "cu_seqlens": bounds}
+            try:
+                with as_in_an_evaluation(model):
+                    errors = [self._error(model, batch) for batch in (one, two)]
+            except ConfigError:
+                raise
+            except Exception as error:  # a model may raise anything
+                why = first_line(error)
+            else:
+                in_16_bits = self.accelerator.mixed_precision != "no"
+                if not max(errors) < (4 * MAX_ERROR if in_16_bits else FP32_ERROR):
+                    why = "its logits differ from those of whole rows, as with recurrent layers"
+        # the first tokens of a row may be right where later ones are not
+        if why := next(filter(None, gather_object([why])), ""):
+            raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
+
+    def _error(self, model: Any, batch: dict[str, torch.Tensor]) -> float:
+        expected, found = (
+            forward_rows(model, {name: t.to(self.accelerator.device) for name, t in rows.items()})
+            for rows in (batch, cut(batch))
+        )
+        expected = own_part(expected.logits)
+        return relative_error(found.logits, expected)

@@ -1,0 +1,153 @@
+"""Ranks that share the tokens of rows (sequence_parallel.yaml) learn what one process learns; what cannot is one line.
+
+What both launch configs learn beside one process, and what they resume: test_strategies.py. DPO: test_dpo.py.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+
+from shared.commands.verify_resume import compare
+from shared.parallel import sequence
+from shared.process import ranks
+from shared.process.errors import ConfigError
+from tests.conftest import LAUNCHER, ROOT, free_port, make_model, run
+from tests.model_families import FAMILIES
+
+# Windows; recurrent layers, whose first rank sees no difference
+FIRST_TIER = ("mistral", "qwen3_5")
+REFUSED = {
+    **dict.fromkeys(("gemma2", "gpt_oss", "mimo_v2_flash", "mamba", "mamba2"), "its attention is eager"),
+    **dict.fromkeys(
+        ("deepseek_v4", "hy_v4", "qwen4_exp", "mistral_large4", "glm5_next"),
+        "it chooses the tokens that it sees",
+    ),
+    "llama4": "its attention is scaled by a token's place",
+    "falcon": "The size of tensor a",
+}
+RECURRENT = "lfm2 lfm2_moe lfm3 lfm3_vl qwen3_next nemotron_h falcon_h1 bamba granitemoehybrid jamba kimi_linear olmo_hybrid"
+REFUSED |= dict.fromkeys((*RECURRENT.split(), "qwen3_5", "qwen3_5_moe"), "its logits differ from those of whole rows")
+
+
+@pytest.mark.parametrize(
+    "families", [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
+    """Loss and all gradients, of rows of one document and of several."""
+    config, script = ROOT / "accelerate_configs" / "sequence_parallel.yaml", ROOT / "tests" / "compare_sequences.py"
+    launch = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", free_port(), script]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], environment, timeout=1800)
+    assert code == 0, output
+    found = dict(re.findall(r"(\w+): ((?:equal to|refused:) .*)", output))
+    assert found.keys() == set(families), output
+    reason = "does not work with sp_size in the launch config: "
+    refused = {family: said for family, said in found.items() if not said.startswith("equal to")}
+    assert not {name: said for name, said in refused.items() if reason + REFUSED.get(name, "?") not in said}
+    assert refused.keys() == REFUSED.keys() & found.keys()
+    assert all(float(said.split()[-1]) < 1e-5 for name, said in found.items() if name not in refused)
+
+
+@pytest.mark.parametrize(("count", "heads"), [(2, 3), (8, 12)])
+def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(monkeypatch, count, heads):
+    monkeypatch.setattr(ranks, "sequence_ranks", lambda: count)
+    states = [torch.zeros(1, heads, 4, 8)] * 3
+    sizes = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
+    with pytest.raises(
+        ConfigError, match=f"sp_size {count} does not divide the model's {heads} attention heads: {sizes} would"
+    ):
+        sequence.attend_by_heads(lambda *_: None, None, states, None)
+
+
+@pytest.fixture(scope="module")
+def flags(chat_file):
+    common = ("--max_steps", 8, "--save_steps", 4, "--global_batch_size", 8, "--eval_samples", 9, "--train_file", chat_file)
+    return (*common, "--seq_length", 64, "--num_generations", 0, "--max_grad_norm", 0.5)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """A launch config of four ranks that share rows, and one of two such groups of two, without FSDP."""
+    text = (ROOT / "accelerate_configs/sequence_parallel.yaml").read_text()
+    folder = tmp_path_factory.mktemp("configs")
+    (folder / "one_group.yaml").write_text(text.replace("sp_size: 2", "sp_size: 4"))
+    (folder / "two_groups.yaml").write_text(text.replace("dp_replicate_size: 1", "dp_replicate_size: 2"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["one_group", "two_groups"])
+def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, config):
+    """Four ranks repeat each head of keys. Windows are shorter than a rank's part of a row, and documents are packed."""
+    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    name = make_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {
+        "vocab_size": len(tokenizer),
+        "intermediate_size": 128,
+        "sliding_window": 12,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**shape)).save_pretrained(name)
+    given = (*flags, "--model_name_or_path", name, "--gradient_checkpointing", "offload", "--learning_rate", 3e-4)
+    one = run("full_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    at_once = ("--per_device_train_batch_size", 4 if config == "one_group" else 2)
+    other = run("full_finetune", tmp_path / "four", *given, *at_once, processes=4, config=four / config)
+    assert "documents kept apart by an attention mask" in other.output
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    for key in ("grad_norm", "eval_loss", "tokens"):
+        assert [row[key] for row in other.rows if key in row] == pytest.approx(
+            [r[key] for r in one.rows if key in r], rel=1e-5
+        )
+    for key, value in one.weights().items():
+        torch.testing.assert_close(other.weights()[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
+    """With dropout, of which each rank draws its own."""
+    given = (*flags, "--model_name_or_path", tiny_model, "--lora_dropout", 0.2, "--audit_data")
+    launch = {"processes": 2, "config": "sequence_parallel"}
+    straight = run("lora_finetune", tmp_path / "straight", *given, **launch)
+    fault = {"TEMPLATES_FAULT": "update:kill@5"}
+    assert run("lora_finetune", tmp_path / "run", *given, **launch, env=fault, check=False).returncode != 0
+    again = run("lora_finetune", tmp_path / "run", *given, **launch)
+    assert "resumed from" in again.output
+    assert not any(compare(straight.folder, again.folder).values())
+    assert all(torch.equal(value, straight.weights()[name]) for name, value in again.weights().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "extra", "message"),
+    [
+        ("full_finetune", ("--attn_implementation", "eager"), "its attention is eager, not sdpa; use fsdp2.yaml"),
+        ("pretrain", ("--sync_every", 2), "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml"),
+        ("text_classification", (), "this template cannot divide rows over GPUs"),
+    ],
+)
+def test_what_cannot_share_rows_is_one_line(tmp_path, template, extra, message):
+    done = run(template, tmp_path, *extra, processes=2, config="sequence_parallel", check=False)
+    assert done.returncode != 0 and done.output.count(message) == 1, done.output
+
+
+def test_sizes_that_do_not_go_together_are_refused(monkeypatch):
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "4", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    for name, value in (sizes | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert (ranks.data_parallel_size(), ranks.sequence_ranks()) == (2, 2)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(ConfigError, match="sp_size in the launch config does not work with tp_size and DeepSpeed"):
+        ranks.data_parallel_size()
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="cp_size is not supported in the launch config"):
+        ranks.data_parallel_size()
