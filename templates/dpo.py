@@ -98,11 +98,10 @@ from torch.nn import functional as F
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
-from shared.models import adapters, attention
+from shared.models import adapters, attention, sequence_parallel
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import fuse_head, log_probabilities
 from shared.models.tokenizers import load_tokenizer
-from shared.parallel import ulysses
 from shared.run import exits
 from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
@@ -214,7 +213,7 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "dpo", unit="pairs", strategy=ulysses.strategy_of)
+    setup = Setup(config, "dpo", unit="pairs", strategy=sequence_parallel.strategy_of)
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps

@@ -94,7 +94,7 @@ from torch import nn
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
 from shared.experts.products import use_launch_precision
-from shared.models import attention
+from shared.models import attention, sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
@@ -103,7 +103,6 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
-from shared.parallel import ulysses
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.run import Run
@@ -161,7 +160,7 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 def main(config: Config) -> None:
     if config.vision.demo_images:
         config = of_digits(config)
-    setup = Setup(config, "full_finetune", strategy=ulysses.strategy_of)
+    setup = Setup(config, "full_finetune", strategy=sequence_parallel.strategy_of)
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)

@@ -77,13 +77,12 @@ from torch import nn
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
-from shared.models import adapters, attention, targets
+from shared.models import adapters, attention, sequence_parallel, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.tokenizers import load_tokenizer
-from shared.parallel import ulysses
 from shared.run import exits
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
@@ -134,7 +133,7 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "lora_finetune", strategy=ulysses.strategy_of)
+    setup = Setup(config, "lora_finetune", strategy=sequence_parallel.strategy_of)
     if config.data.is_demo:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)

@@ -80,6 +80,7 @@ from shared.data import records
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order, Samples
+from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
@@ -89,7 +90,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES, gather_weights
-from shared.parallel import sharding, ulysses
+from shared.parallel import sharding
 from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
@@ -224,7 +225,9 @@ def main(config: Config) -> None:
     # --sync_every: each process trains its own weights, and agrees now and then
     apart = partial(Replicas, options=config.sync)
     setup = Setup(
-        config, "pretrain", strategy=apart if config.sync.sync_every > 1 else ulysses.strategy_of
+        config,
+        "pretrain",
+        strategy=apart if config.sync.sync_every > 1 else sequence_parallel.strategy_of,
     )
     if config.data.is_demo:
         config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)

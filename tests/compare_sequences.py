@@ -13,8 +13,8 @@ from shared.data.loader import cu_seqlens_of
 from shared.data.stretches import cut
 from shared.models.loading import load_causal_lm
 from shared.models.loss import causal_lm_loss
+from shared.models.sequence_parallel import strategy_of
 from shared.parallel import sequence
-from shared.parallel.ulysses import strategy_of
 from shared.process.errors import ConfigError
 from shared.run import launch
 

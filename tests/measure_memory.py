@@ -23,8 +23,8 @@ from shared.models.blocks import set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of, freeze_outer_parts
 from shared.models.options import AdapterConfig
+from shared.models.sequence_parallel import strategy_of
 from shared.parallel import sharding
-from shared.parallel.ulysses import strategy_of
 from shared.run import launch
 from shared.training import optim, step
 

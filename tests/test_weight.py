@@ -17,34 +17,35 @@ from tools.new import closure
 # 2026-11-28, first runs: a summary that fits the console beside a file with all of it, refusals before anything is loaded,
 # advice on what is cut, cards that answer, the worst answers: answers, data, process, run, text, and each template.
 FOLDERS = {
-    "answers": 1_400,  # 2026-11-28: answers to validation prompts, and their scores
-    "commands": 5_900,
+    "answers": 1_500,  # 2026-11-28: answers to validation prompts, and their scores
+    "commands": 6_100,
     "config": 3_700,
-    "data": 19_800,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
+    "data": 20_000,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
-    "images": 9_200,
-    "models": 24_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
-    "parallel": 7_800,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (1,500)
-    "process": 3_800,  # start.py and cache_dir came from config, record_end from run
+    "images": 9_300,
+    "models": 25_000,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
+    "parallel": 7_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
+    "process": 4_100,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 22_500,  # 2026-11-28: tuned.py came from dpo.py
-    "text": 22_700,
+    "run": 23_000,  # 2026-11-28: tuned.py came from dpo.py
+    "text": 23_100,
     "training": 6_600,  # flags of replicas came from config; a step may take batches that the template made
+    "vision": 6_000,  # 2026-11-28: images in conversations
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
-# 700 to 1,800 in templates that do not.
+# 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 98_900,
-    "full_finetune": 89_700,
-    "grpo": 96_900,  # 2026-11-28: new
-    "image_classification": 79_700,
-    "lora_finetune": 94_800,
-    "pretrain": 86_000,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 78_600,
-    "text_classification": 88_900,
+    "dpo": 102_100,
+    "full_finetune": 99_900,
+    "grpo": 99_300,  # 2026-11-28: new
+    "image_classification": 80_700,
+    "lora_finetune": 103_700,
+    "pretrain": 88_800,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 80_700,
+    "text_classification": 91_000,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

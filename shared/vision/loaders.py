@@ -4,7 +4,9 @@ from functools import partial
 from typing import Any
 
 from shared.data import records
+from shared.process import ranks
 from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
 from shared.text import chat, loaders
 from shared.text.options import ChatConfig
 from shared.vision.forms import COLUMNS, has_images
@@ -21,6 +23,8 @@ def read_conversations(
     """
     kind: Any = chat.ToSamples
     if see_images(config.data):
+        if ranks.sequence_ranks() > 1:
+            raise ConfigError("ranks cannot share rows with images: launch without sp_size")
         from shared.vision.conversations import ToImageSamples
         from shared.vision.processing import ImageProcessor
 
