@@ -155,7 +155,7 @@ def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_tea
     flags += ["--packing", "on", "--global_batch_size", whole, "--per_device_train_batch_size", whole]
     flags += ["--gradient_checkpointing", "full"]
     packed = run("lora_finetune", tmp_path / "packed", *flags, env={"PYTHONPATH": f"{ROOT}:{KERNELS}"})
-    assert f"documents kept apart by {kernels} in recurrent layers, in others by" in packed.output
+    assert f"documents kept apart by {kernels} in recurrent layers, in others by" in packed.summary
     assert "not installed" not in packed.output
     assert packed.losses == pytest.approx(alone.losses, rel=1e-4)
     for name, value in packed.weights().items():  # AdamW's first steps have the size of the rate, however small a gradient

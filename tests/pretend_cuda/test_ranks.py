@@ -64,7 +64,7 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
         env = {"TEMPLATES_CACHE": str(tmp_path / "cache"), "TEMPLATES_FAULT": "prepare:pause#0"}
         given += ["--ddp_timeout", 4]
     many = on_cuda("pretrain", tmp_path / "run", *given, processes=processes, config=config, env=env)
-    assert f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), fp32 (TF32 in matrix products)" in many.output
+    assert f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), fp32 (TF32 in matrix products)" in many.summary
     assert many.manifest(4)["world_size"] == processes and len(many.logs) == processes
     assert many.losses == pytest.approx(alone.losses, rel=1e-5)
     assert many.last("eval_loss") == pytest.approx(alone.last("eval_loss"), rel=1e-5)
@@ -108,7 +108,7 @@ def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model,
     flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
     flags += ["--load_in_4bit", "--max_steps", 3, "--global_batch_size", 4, "--logging_steps", 1]
     made = on_cuda("lora_finetune", tmp_path / "run", *flags, processes=processes, config=config, precision=precision)
-    assert "attention of variable lengths, without a mask" in made.output
+    assert "attention of variable lengths, without a mask" in made.summary
     assert all(0 < loss < 20 for loss in made.losses.values()) and (made.folder / "final").exists()
 
 
@@ -119,7 +119,7 @@ def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flag
     given = [*flags, "--per_device_train_batch_size", 4, "--find_batch_size"]
     found = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config=config, env=short)
     assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in found.output
-    assert "2 processes x 2 at once x 2 accumulated" in found.output
+    assert "2 processes x 2 at once x 2 accumulated" in found.summary
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 

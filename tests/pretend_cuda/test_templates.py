@@ -55,12 +55,12 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
     straight = on_cuda(template, tmp_path / "straight", *flags, "--deterministic", **launch)
     kind = {1: "1 process", 2: "PP 2 x DDP 1"}[processes]
     strategy = f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), bf16, deterministic"
-    assert strategy in straight.output and straight.manifest(6)["strategy"] == strategy
+    assert strategy in straight.summary and straight.manifest(6)["strategy"] == strategy
     assert straight.manifest(6)["world_size"] == processes
     assert straight.manifest(6)["settings"]["torch_compile"] is False  # so few steps
 
     words, kernels = CHOSEN[template]
-    assert words in straight.output
+    assert words in straight.summary
     assert {name.removeprefix("kernel ") for name in straight.counts() if name.startswith("kernel")} == kernels
 
     # A step that neither logs nor saves: batches come from pinned memory beside the computation, and the host waits for
