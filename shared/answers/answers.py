@@ -102,7 +102,7 @@ def log_answers(
     if not chosen:
         return {}
     samples = [held_out.prompt(index) for index in chosen]
-    images = held_out.images_of(chosen)
+    images = held_out.images_of(chosen) if hasattr(held_out, "images_of") else None
     ends = ends_of(tokenizer, held_out.end)
     share = sharding.share(run.accelerator)
     per_device = config.batch.per_device_eval_batch_size

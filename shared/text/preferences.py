@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -215,9 +214,6 @@ class Pairs:
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the chosen answer, its ids, the columns that are not learned)."""
         return self.samples.prompt(2 * index)
-
-    def images_of(self, chosen: Sequence[int]) -> Any:
-        return self.samples.images_of([2 * index for index in chosen])
 
 
 def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:

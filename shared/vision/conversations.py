@@ -231,6 +231,7 @@ class ImageConversations(Conversations):
         return images
 
     def images_of(self, chosen: Sequence[int]) -> PromptImages:
+        """The images of the prompts of some samples, for `answers.answer`."""
         return PromptImages(self, chosen)
 
     def __getitem__(self, index: int) -> Row:
