@@ -152,7 +152,7 @@ def test_every_flag_exists():
     known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
     for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
         known |= set(re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text()))
-    docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
+    docker = {"no-build-isolation", "build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
     cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
     rows = ALL.replace("\\\n", " ").splitlines()
     text = "\n".join(row for row in rows if kind(row) != "other tool")

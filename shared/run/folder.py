@@ -26,7 +26,7 @@ from shared.run.profiling import TRACE
 FILES: tuple[str, ...] = ("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json")
 FILES += (audit.FOLDER, TRACE)
 REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
-PICTURES = ("confusion_matrix.png", "mistakes.png")
+PICTURES = ("confusion_matrix.png", "mistakes.png", "answers.png")
 MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
