@@ -17,7 +17,7 @@ from tools.new import closure
 # 2026-11-28, first runs: a summary that fits the console beside a file with all of it, refusals before anything is loaded,
 # advice on what is cut, cards that answer, the worst answers: answers, data, process, run, text, and each template.
 FOLDERS = {
-    "answers": 1_500,  # 2026-11-28: answers to validation prompts, and their scores
+    "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 6_100,
     "config": 3_700,
     "data": 20_000,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
