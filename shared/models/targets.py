@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,8 +47,11 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     _require_names("modules_to_save", adapter.modules_to_save, [*modules])
     if adapter.lora_target_modules != ("all-linear",):
         _require_names("lora_target_modules", adapter.lora_target_modules, [*modules, *parameters])
-        rest = [name for name in adapter.lora_target_modules if not _matches(modules, [name])]
-        return Targets(_matches(inside, adapter.lora_target_modules), rest, [])
+        wanted = adapter.lora_target_modules
+        rest = [name for name in wanted if not _matches(modules, [name])]
+        # of a vision tower only by a name that text's modules do not have
+        found = [_matches(inside, [name]) or _matches(modules, [name]) for name in wanted]
+        return Targets([*dict.fromkeys(chain(*found))], rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
     inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
     linear = {

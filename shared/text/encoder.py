@@ -18,7 +18,7 @@ from shared.data.store import Notes
 from shared.demo import DEFAULT_TEMPLATE
 from shared.models.tokenizers import end_of_text, leading_bos
 from shared.process.errors import ConfigError
-from shared.text.forms import Example, Messages, with_arguments
+from shared.text.forms import IMAGE, Example, Messages, with_arguments
 from shared.text.special import Special
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def _words(message: dict[str, Any]) -> list[str]:
         return (
             [t for part in value for t in texts(part)]
             if isinstance(value, list)
-            else [value] * isinstance(value, str)
+            else (value.split(IMAGE) if isinstance(value, str) else [])
         )
 
     values = [message.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]

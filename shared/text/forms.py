@@ -13,6 +13,8 @@ from shared.process.errors import ConfigError
 
 Messages = list[dict[str, Any]]
 
+IMAGE = "\ufdd2"  # stands for an image in a text: no text has this character
+
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -158,6 +160,8 @@ def _taker(found: set[str], form: str) -> str:
     """
     if found >= {"chosen", "rejected"}:
         return "templates/dpo.py"
+    if form and form != "plain text" and found <= {"image", "images"}:
+        return "lora_finetune.py, if one of the first 100 records has an image,"
     if not form and "image" in found and found <= {"image", "label", "labels"}:
         return "templates/image_classification.py"
     if form in ("", "plain text") and found <= {"label", "labels"}:

@@ -19,10 +19,10 @@ from shared.images.decoding import BadImage
 from shared.process.errors import ConfigError
 from shared.text.chat import Conversations, ToSamples
 from shared.text.encoder import Encoder, Span
-from shared.text.forms import Example, Messages
+from shared.text.forms import IMAGE, Example, Messages
 from shared.text.options import ChatConfig
 from shared.text.packing import collate_padded
-from shared.vision.forms import IMAGE, in_parts, take_images
+from shared.vision.forms import in_parts, take_images
 from shared.vision.options import VisionConfig
 from shared.vision.pictures import Picture, find, open_picture, shrunk
 from shared.vision.processing import SMALL, ImageProcessor
@@ -212,6 +212,12 @@ class ImageConversations(Conversations):
         self.processor = processor
         self.most = most
         self.stand_in = stand_in
+
+    def first_ids(self, count: int = 100_000) -> np.ndarray:
+        """As of `Conversations`, without tokens of images, whose embeddings are never used."""
+        ids = super().first_ids(count)
+        of_images = self.processor.processor.image_token_ids
+        return ids[~np.isin(ids, [token for token in of_images if token is not None])]
 
     def pictures(self, index: int) -> list[Picture]:
         return [Picture(*picture) for picture in self.line("pictures", index)]

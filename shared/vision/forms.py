@@ -5,8 +5,8 @@ from itertools import islice
 from typing import Any
 
 from shared.process.errors import ConfigError
+from shared.text.forms import IMAGE
 
-IMAGE = "\ufdd2"  # stands for an image in a text: no text has this character
 MARK = "<image>"
 COLUMNS = ("images", "image")
 # columns whose texts may have marks, in the order in which they are said

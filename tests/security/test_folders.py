@@ -74,7 +74,9 @@ def test_a_checkpoint_under_another_ones_name_is_damage(tmp_path, capsys):
         make(tmp_path / "new")[2].resume(one)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.txt", "curves.png", "final/model.safetensors", ".lock"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "summary.txt", "curves.png", "final/model.safetensors", ".lock"]
+)
 def test_files_of_the_user_are_not_overwritten(name, tmp_path, tiny_model, text_file):
     folder = tmp_path / "run"
     (folder / name).parent.mkdir(parents=True)

@@ -373,6 +373,18 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
         shrunk[1]
 
 
+def test_adapters_stand_on_the_tower_if_named(base, tmp_path):
+    """By names that the language model does not have; they are trained, and saved."""
+    from safetensors.torch import load_file
+
+    flags = ("--lora_target_modules", "q_proj", "visual.blocks.0.attn.qkv", "--max_steps", 2)
+    run_here("lora_finetune", *base, *flags, "--output_dir", tmp_path / "run")
+    weights = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    tower = {name: weight for name, weight in weights.items() if "visual" in name}
+    assert len(tower) == 2 and len(weights) == 6  # of two layers of text
+    assert all(weight.abs().max() > 0 for weight in weights.values())
+
+
 def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, models, three):
     with pytest.raises(ConfigError, match="does not see images, and the data have some"):
         opened(three, tiny_model)
