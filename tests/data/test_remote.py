@@ -452,7 +452,8 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
     result = run("lora_finetune", tmp_path / "run", *flags, "--report_to", "wandb", processes=2)
     assert result.losses == pytest.approx(expected.losses, rel=1e-5)
     parts = [part for _, _, part in server.requests]
-    assert server.sent == len(content) and parts == ["bytes=0-0", "bytes=0-", "bytes=100-"]
+    # once to see whether there are images, once to prepare; the content is sent once
+    assert server.sent == len(content) and parts == ["bytes=0-0", "bytes=0-", "bytes=100-", "bytes=0-0"]
     server.statuses["/chats.jsonl.gz"] = 403
     refused = run("lora_finetune", tmp_path / "refused", *flags, check=False)
     cause = json.loads((tmp_path / "refused" / "exit.json").read_text())
