@@ -44,6 +44,8 @@ def main() -> None:
         help="tokens of an answer, at most (default: 200)",
     )
     options = parser.parse_args()
+    if options.image and options.plain:
+        parser.error("--image needs the chat template: drop --plain")
     folder = next(
         (
             place

@@ -81,17 +81,19 @@ def fetched(url: str) -> Copy:
     return copy
 
 
-def read_once(url: str) -> bytes:
-    """The content of a small file that a URL names. Any process may call this.
+def read_once(url: str, most: int) -> bytes:
+    """The content of a file of at most so many bytes that a URL names. Any process may call this.
 
     Raises:
-        ConfigError: the server or store refuses.
+        ConfigError: the server refuses, or the file is larger.
         NotNow: it does not answer, after several tries.
     """
 
     def read() -> bytes:
-        with _open(url, 0) as (_, blocks):
-            return b"".join(blocks)
+        with _open(url, 0) as (version, blocks):
+            if version.size > most:
+                raise ConfigError(f"{url}: {version.size:,} bytes are more than {most:,}")
+            return b"".join(blocks)[:most]
 
     return _retry(url, read)
 

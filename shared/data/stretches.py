@@ -24,7 +24,7 @@ def cut(batch: Batch) -> Batch:
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(shape[1], device=batch["labels"].device).expand(shape)
-    follow = positions[:, -1:] + torch.arange(1, missing + 1, device=positions.device)
+    follow = positions[:, -1:].expand(-1, missing)  # not beyond a learned table of positions
     whole = {
         "row_labels": F.pad(batch["labels"], (0, missing), value=IGNORED),
         "row_positions": torch.cat([positions, follow], 1),
@@ -38,7 +38,7 @@ def cut(batch: Batch) -> Batch:
     stretch["position_ids"] = own_part(whole["row_positions"])
     if "targets" in batch:
         stretch["targets"] = (stretch["labels"].flatten() != IGNORED).nonzero().flatten()
-    if "cu_seqlens" in batch:
+    if "position_ids" in batch:
         stretch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(whole["row_positions"].numpy()))
     return batch | stretch | whole
 

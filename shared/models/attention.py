@@ -23,6 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
 from shared.parallel.sequence import attend_by_heads
+from shared.process import ranks
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
@@ -115,7 +116,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     Args:
         batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks
             something, `position_ids` only if rows hold several documents, `cu_seqlens`: see
-            `loader.cu_seqlens_of`; or a part of each row: see `sequence.cut`.
+            `loader.cu_seqlens_of`; or a part of each row: see `stretches.cut`.
         like: the model whose `row_form` counts, if not this one's: that of
             `isolation.isolate_documents`.
     """
@@ -249,7 +250,8 @@ def attend(
     It takes a mask, or `cu_seqlens` for the kernel. Masks of whole rows: see `_sdpa_mask_of_rows`.
     """
     rows, _, length, _ = query.shape
-    if attention_mask is not None and (
+    is_divided = ranks.sequence_ranks() > 1 and attention_mask is not None
+    if is_divided and (
         attention_mask.ndim == 2 or (attention_mask.ndim == 4 and attention_mask.shape[2] > length)
     ):
         dtype = computed_in(query.device, value.dtype)

@@ -155,7 +155,7 @@ def balancing_loss(
     Args:
         router_logits: of each layer, [batch * seq, experts].
         batch: `labels`: [batch, seq]. Tokens after a row's last target are padding. May be of
-            `sequence.cut`.
+            `stretches.cut`.
         top_k: experts that a token is sent to.
 
     Returns:

@@ -16,7 +16,7 @@ from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
-from shared.process.errors import ConfigError, first_line
+from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
 # Their angles depend on the longest position of a forward, of which each rank has its own.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -88,12 +88,16 @@ class SequenceParallel(Strategy):
             except ConfigError:
                 raise
             except Exception as error:  # a model may raise anything
+                if is_out_of_memory(error):
+                    raise
                 why = first_line(error)
             else:
                 in_16_bits = self.accelerator.mixed_precision != "no"
-                if not max(errors) < (4 * MAX_ERROR if in_16_bits else FP32_ERROR):
+                in_16_bits |= next(whole.parameters()).dtype.itemsize == 2
+                limit = 4 * MAX_ERROR if in_16_bits else FP32_ERROR
+                if not all(error < limit for error in errors):  # NaN is in no order
                     why = "its logits differ from those of whole rows, as with recurrent layers"
-        # the first tokens of a row may be right where later ones are not
+        # the first rank's part may be right where those of others are not
         if why := next(filter(None, gather_object([why])), ""):
             raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
 

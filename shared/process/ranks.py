@@ -106,11 +106,14 @@ def data_parallel_size() -> int:
         )
     if sizes["sp_size"] > 1 and (sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")):
         raise ConfigError("sp_size in the launch config does not work with tp_size and DeepSpeed")
+    if sizes["dp_shard_size"] > 1 and not env_flag("ACCELERATE_USE_FSDP"):
+        raise ConfigError(
+            "dp_shard_size needs FSDP: use fsdp2.yaml or fsdp2_sequence_parallel.yaml"
+        )
     readers = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
     if readers > 1 and sizes["sp_size"] == 1 and not env_flag("ACCELERATE_USE_FSDP"):
         raise ConfigError(
-            "dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or "
-            "fsdp2_tensor_parallel.yaml"
+            "dp_replicate_size needs FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml"
         )
     return readers
 

@@ -392,6 +392,7 @@ def _sequence_ranks_in_dp() -> Iterator[None]:
     """
     changed: dict[str, str] = {}
     if ranks.sequence_ranks() > 1:
+        ranks.data_parallel_size()  # refuses sizes that do not fit the processes
         changed = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
         if ranks.env_flag("ACCELERATE_USE_FSDP"):
             size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"

@@ -17,6 +17,7 @@ from shared.data.order import Batch
 from shared.models.weights import persistent_buffers
 from shared.parallel.gradients import end_step, keeps_gradients
 from shared.parallel.strategy import Strategy
+from shared.process import ranks
 from shared.process.errors import is_out_of_memory
 from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer
@@ -155,11 +156,9 @@ class Rehearsal:
             if self.strategy.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
         fits = gather_object([enough])
-        if (
-            any(fits)
-            and not all(fits)
-            and any(isinstance(model, FSDPModule) for model in self.models)
-        ):
+        gathers = ranks.sequence_ranks() > 1
+        gathers |= any(isinstance(model, FSDPModule) for model in self.models)
+        if any(fits) and not all(fits) and gathers:
             # The others' gathers still wait for the rank that gave up: nothing can be tried again.
             raise torch.OutOfMemoryError(
                 f"{rows} rows at once fit on some ranks, but not on rank {fits.index(False)}"

@@ -55,8 +55,11 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "special": "texts contain the string of a special token, which is read as that token",
-    "long": "samples with images are longer than --seq_length, and left out",
-    "bad": "samples have an image that cannot be read, and are left out",
+    "long": "samples with images are longer than --seq_length, and left out: raise it",
+    "bad": (
+        "samples have an image that cannot be read, and are left out (after a repair, touch the "
+        "data file)"
+    ),
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
@@ -354,15 +357,15 @@ def open_samples(
 def _check(store: Store, config: RecordsConfig) -> None:
     """Refuse a source without anything to learn, and say what is worth a look in it."""
     counts = store.notes.counts
+    for what, warning in WARNINGS.items():
+        if counts[what]:
+            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
     if not len(store):
         raise ConfigError(
             f"{store.source}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
     store.notes.warn_of_cuts(store.source, counts["read"])
-    for what, warning in WARNINGS.items():
-        if counts[what]:
-            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
 
 
 def _count_copies(train: Conversations, held_out: Conversations) -> int:

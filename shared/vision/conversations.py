@@ -54,8 +54,10 @@ class ImageEncoder(Encoder):
             ids, learned = super().__call__(example, where, notes)
         except _OtherCount as error:
             raise ConfigError(f"{where}: {error}") from None
-        of_images = self.processor.processor.image_token_ids
-        return ids, learned & ~np.isin(ids, [token for token in of_images if token is not None])
+        texts = "".join(self.processor.tokens_of(tuple(self.sizes))) if self.sizes else ""
+        around = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        of_images = [*self.processor.ids, *self.special.intersection(around)]
+        return ids, learned & ~np.isin(ids, of_images)
 
     def _render(self, messages: Messages, **options: Any) -> str:
         return super()._render(in_parts(messages), **options)
@@ -140,7 +142,8 @@ class ToImageSamples(ToSamples):
     def __call__(self, items: list[Any], notes: Notes) -> Encoded:
         self.pictures = []
         encoded = super().__call__(items, notes)
-        sums = [zlib.crc32(json.dumps(pictures).encode()) for pictures in self.pictures]
+        contents = [[picture[1:] for picture in pictures] for pictures in self.pictures]
+        sums = [zlib.crc32(json.dumps(content).encode()) for content in contents]
         checksums = encoded.table["checksum"] ^ np.array(sums, np.int64)
         return replace(
             encoded,
@@ -151,7 +154,9 @@ class ToImageSamples(ToSamples):
     def samples(
         self, record: dict[str, Any], form: str, where: str, notes: Notes
     ) -> list[tuple[list[int], np.ndarray]]:
-        record, named = take_images(record, where)
+        record, named = take_images(record, form, where)
+        if named and (form == "plain text" or isinstance(record.get("prompt"), str)):
+            raise ConfigError(f"{where}: images need messages, not texts that are joined")
         pictures: list[Picture] = []
         for number, said in enumerate(named, 1):
             try:
@@ -165,7 +170,7 @@ class ToImageSamples(ToSamples):
                 notes.add("bad", f"{where}: image {number}: {error}")
                 return []
         most = self.vision.image_max_pixels
-        self.sizes[:] = [shrunk(width, height, most) for _, width, height in pictures]
+        self.sizes[:] = [shrunk(picture.width, picture.height, most) for picture in pictures]
         if not pictures:
             samples = super().samples(record, form, where, notes)
         else:
@@ -174,6 +179,8 @@ class ToImageSamples(ToSamples):
                 notes.add("long", f"{where}: {len(ids):,} tokens")
             fits = len(ids) <= self.seq_length + 1 and learned[1:].any()
             samples = [(ids, learned)] * bool(fits)
+            # what follows the last answer may be left out
+            pictures = pictures[: self.processor.count_in(ids, self.sizes)]
         self.pictures += [pictures] * len(samples)
         return samples
 
@@ -216,32 +223,37 @@ class ImageConversations(Conversations):
     def first_ids(self, count: int = 100_000) -> np.ndarray:
         """As of `Conversations`, without tokens of images, whose embeddings are never used."""
         ids = super().first_ids(count)
-        of_images = self.processor.processor.image_token_ids
-        return ids[~np.isin(ids, [token for token in of_images if token is not None])]
+        return ids[~np.isin(ids, self.processor.ids)]
 
     def pictures(self, index: int) -> list[Picture]:
         return [Picture(*picture) for picture in self.line("pictures", index)]
 
-    def images(self, index: int) -> list[Any]:
-        """The images of a sample, as `open_picture` gives them.
+    def images(self, pictures: list[Picture]) -> list[Any]:
+        """Images as `open_picture` gives them.
 
         Raises:
             ConfigError: one cannot be read.
         """
         images = []
-        for picture in self.pictures(index):
+        for picture in pictures:
             try:
                 images.append(open_picture(picture, self.most))
             except BadImage as error:
                 raise ConfigError(f"{picture.path}: {error}") from None
         return images
 
+    def prompt_images(self, index: int) -> list[Picture]:
+        """Those that stand before the last learned turn."""
+        pictures = self.pictures(index)
+        sizes = [shrunk(picture.width, picture.height, self.most) for picture in pictures]
+        return pictures[: self.processor.count_in(self.prompt(index)[0], sizes)]
+
     def images_of(self, chosen: Sequence[int]) -> PromptImages:
         """The images of the prompts of some samples, for `answers.answer`."""
         return PromptImages(self, chosen)
 
     def __getitem__(self, index: int) -> Row:
-        return {**super().__getitem__(index), "images": self.images(index)}
+        return {**super().__getitem__(index), "images": self.images(self.pictures(index))}
 
     def collate(self, rows: list[Row], **padding: Any) -> Batch:
         """As `collate_padded`, with what the model gets of the images, as `image.NAME`.

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from shared import demo
+from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.process.printing import quieten_imports
 
@@ -35,9 +36,14 @@ TEMPLATE = (
 
 
 def of_digits(config: Any) -> Any:
-    """The config of a template with the model, the data and the budget of the demo, where the
-    command line leaves them open. Any process may call this.
+    """The config of a template with the model, the data and the budget of the demo. Any process
+    may call this.
+
+    Raises:
+        ConfigError: it names data.
     """
+    if not config.data.is_demo:
+        raise ConfigError("--demo_images has a model and data of its own: name no other data")
     folder = cache_dir() / "demo-digits-1"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

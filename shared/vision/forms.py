@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from shared.process.errors import ConfigError
-from shared.text.forms import IMAGE
+from shared.text.forms import FORMS, IMAGE
 
 MARK = "<image>"
 COLUMNS = ("images", "image")
@@ -18,16 +18,22 @@ KEYS = ("image", "path", "url", "image_url", "bytes")  # of a part that is an im
 LOOK = 100  # records of each source that are looked at
 
 
-def take_images(record: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Any]]:
+def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str, Any], list[Any]]:
     """(the record, with IMAGE in its texts where an image stands; what it says of each image, in
     that order).
 
     An image is a part of a message's content, which names it or takes the next of the column; or a
     mark `<image>` in a text, which takes the next of the column `images` or `image`.
 
+    Args:
+        form: of `text.forms`; marks count in its columns alone.
+
     Raises:
-        ConfigError: the column has more or fewer images than the texts have places for.
+        ConfigError: there are two columns, or one has more or fewer images than the texts have
+            places for.
     """
+    if all(record.get(name) for name in COLUMNS):
+        raise ConfigError(f"{where}: has images in both columns {' and '.join(COLUMNS)}: keep one")
     column = next((name for name in COLUMNS if record.get(name)), None)
     listed = [] if column is None else record[column]
     listed = listed if isinstance(listed, list) else [listed]
@@ -46,7 +52,8 @@ def take_images(record: dict[str, Any], where: str) -> tuple[dict[str, Any], lis
             return {"type": "text", "text": IMAGE}
         return {key: v if key == "tool_calls" else replaced(v) for key, v in value.items()}
 
-    texts = {name: replaced(record[name]) for name in TEXTS if name in record}
+    of_form = [name for columns in FORMS[form] for name in columns]
+    texts = {n: replaced(record[n]) for n in TEXTS if n in record and n in of_form}
     places = named.count(None)
     if places != len(listed):
         raise ConfigError(

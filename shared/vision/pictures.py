@@ -5,19 +5,23 @@ import binascii
 import hashlib
 import math
 import re
+import zlib
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from shared.data.files import is_url
 from shared.data.remote import read_once
-from shared.images.decoding import BadImage, check, decode, size_of
+from shared.images.decoding import BadImage, check, decode, read, size_of
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
+from shared.process.printing import label
 from shared.vision.options import VisionConfig
 
 DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+MOST = 2**26  # bytes of an image that is downloaded
 PLACE = re.compile(r"(?::\d+|: (?:row|record) \d+)$")  # of a record in its file
 
 
@@ -27,6 +31,7 @@ class Picture(NamedTuple):
     path: str
     width: int  # in pixels, upright
     height: int
+    digest: int  # of its first bytes and its size
 
 
 def find(said: Any, where: str, config: VisionConfig) -> Picture:
@@ -40,9 +45,19 @@ def find(said: Any, where: str, config: VisionConfig) -> Picture:
         where: the place of the record.
 
     Raises:
-        ConfigError: there is no such image, or it may not be read.
-        BadImage: it is damaged.
+        ConfigError: it may not be read, or is named in a way that nobody understands.
+        BadImage: there is no such image, or it is damaged.
     """
+    try:
+        path = _path_of(said, where, config)
+        check(path, in_full=config.skip_bad_images)
+        digest = zlib.crc32(read(path, 0, 2**16)) ^ path.stat().st_size
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
+    return Picture(str(path), *size_of(path), digest)
+
+
+def _path_of(said: Any, where: str, config: VisionConfig) -> Path:
     if isinstance(said, dict):
         said = next((said[key] for key in ("bytes", "path", "url") if said.get(key)), None)
     if isinstance(said, str) and (prefix := DATA.match(said)):
@@ -51,19 +66,22 @@ def find(said: Any, where: str, config: VisionConfig) -> Picture:
         except binascii.Error as error:
             raise BadImage(f"a data: URL that is not valid base64 ({error})") from None
     if isinstance(said, str) and is_url(said):
+        if not said.startswith(("http://", "https://")):
+            raise ConfigError(f"{where}: the image {label(said)} is neither a path nor an http URL")
         if not config.fetch_images:
             raise ConfigError(
-                f"{where}: the image {said} is on a server: add --fetch_images to download it"
+                f"{where}: the image {label(said)} is on a server: add --fetch_images to download "
+                "it"
             )
-        said = read_once(said)
+        try:
+            said = read_once(said, MOST)
+        except ConfigError as error:  # the server refuses
+            raise BadImage(str(error)) from None
     if isinstance(said, bytes):
-        path = _kept(said)
-    elif isinstance(said, str):
-        path = _inside(said, where)
-    else:
-        raise ConfigError(f"{where}: an image is {type(said).__name__}, not a path, bytes or a URL")
-    check(path, in_full=config.skip_bad_images)
-    return Picture(str(path), *size_of(path))
+        return _kept(said)
+    if isinstance(said, str):
+        return _inside(said, where)
+    raise ConfigError(f"{where}: an image is {type(said).__name__}, not a path, bytes or a URL")
 
 
 def _inside(name: str, where: str) -> Path:
@@ -77,7 +95,7 @@ def _inside(name: str, where: str) -> Path:
     if not path.is_relative_to(folder):
         raise ConfigError(
             f"{where}: the image {name!r} is outside of {folder}: paths count from the data "
-            "file's folder, and may not leave it"
+            "file's folder, and may not leave it, nor may symbolic links"
         )
     return path
 
@@ -88,9 +106,9 @@ def _kept(content: bytes) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # several processes may write the same
-        temporary = path.with_name(f"{name}.{id(content)}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
     return path
 
 
@@ -112,7 +130,7 @@ def open_picture(picture: Picture, most: int | None) -> Image.Image:
     if image.size != (picture.width, picture.height):
         raise BadImage(
             f"it is {image.width} x {image.height} pixels now, and was {picture.width} x "
-            f"{picture.height} when the data were prepared"
+            f"{picture.height} when the data were prepared: touch the data file to prepare it anew"
         )
     size = shrunk(*image.size, most)
     return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

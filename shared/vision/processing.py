@@ -35,8 +35,8 @@ class ImageProcessor:
         self.mark = str(getattr(self.processor, "image_token", ""))  # of an image in a text
         if not self.mark or not hasattr(self.processor, "image_processor"):
             raise ConfigError(
-                f"{name} does not see images, and the data have some: choose a model that does, "
-                "or learn the text alone with --allow_unused_columns image images"
+                f"{name} does not see images, and the data have some: choose a model that does "
+                "(where they are in a column, --allow_unused_columns image images leaves them out)"
             )
         try:
             self.inputs([[self.blank()]])
@@ -74,6 +74,25 @@ class ImageProcessor:
             return_text_replacement_offsets=True,
         )
         return [place["replacement"] for place in encoded["text_replacement_offsets"][0]]
+
+    def count_in(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
+        """How many of a text's images its first tokens, `ids`, have whole.
+
+        Args:
+            sizes: see `tokens_of`.
+        """
+        texts = self.tokens_of(tuple(sizes)) if sizes else []
+        encoded = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        needed = np.cumsum([self._count(tokens) for tokens in encoded])
+        return int(np.searchsorted(needed, self._count(ids), side="right"))
+
+    def _count(self, ids: Sequence[int]) -> int:
+        return int(np.isin(ids, self.ids).sum())
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Of the tokens that stand for parts of an image."""
+        return [token for token in self.processor.image_token_ids if token is not None]
 
     @cached_property
     def of_tokens(self) -> str | None:

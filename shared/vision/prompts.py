@@ -21,20 +21,19 @@ class PromptImages:
 
     def __init__(self, samples: Any, chosen: Sequence[int]) -> None:
         self.samples = samples
-        self.paths = [[picture.path for picture in samples.pictures(i)] for i in chosen]
-        self.chosen = chosen
+        self.pictures = [samples.prompt_images(index) for index in chosen]
 
     def with_image(self, numbers: list[int]) -> list[int]:
         """The numbers of prompts, and one more if none of them has an image and another one has:
         ranks that compute the vision tower would wait for those that do not.
         """
-        if any(self.paths[number] for number in numbers):
+        if any(self.pictures[number] for number in numbers):
             return numbers
-        return numbers + [n for n, paths in enumerate(self.paths) if paths][:1]
+        return numbers + [n for n, pictures in enumerate(self.pictures) if pictures][:1]
 
     def inputs(self, numbers: Sequence[int], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model gets beside the rows of token ids, [batch, seq], of these prompts."""
-        images = [self.samples.images(self.chosen[number]) for number in numbers]
+        images = [self.samples.images(self.pictures[number]) for number in numbers]
         if not any(images):
             return {}
         inputs = self.samples.inputs(input_ids.cpu(), images)
@@ -47,14 +46,14 @@ class PromptImages:
         """
         from matplotlib.figure import Figure
 
-        shown = [(n, row) for n, row in enumerate(rows) if self.paths[n]][:12]
+        shown = [(n, row) for n, row in enumerate(rows) if self.pictures[n]][:12]
         if not shown:
             return False
         across = min(4, len(shown))
         down = math.ceil(len(shown) / across)
         figure = Figure(figsize=(3.2 * across, 4.4 * down), layout="constrained")
         for place, (number, row) in enumerate(shown, 1):
-            image = self.samples.images(self.chosen[number])[0]
+            image = self.samples.images(self.pictures[number][:1])[0]
             image.thumbnail((320, 320))
             axes = figure.add_subplot(down, across, place, xticks=[], yticks=[])
             axes.imshow(image)

@@ -63,9 +63,15 @@ def _freeze_unused(
     """
     device = next(iter(chosen.values())).device
     with torch.enable_grad():
-        features = model.get_image_features(**{k: v.to(device) for k, v in inputs.items()})
-        tensors = _tensors(features)
-        torch.stack([t.float().sum() for t in tensors if t.requires_grad]).sum().backward()
+        features: Any = ()
+        if hasattr(model, "get_image_features"):
+            features = model.get_image_features(**{k: v.to(device) for k, v in inputs.items()})
+        sums = [tensor.float().sum() for tensor in _tensors(features) if tensor.requires_grad]
+        if not sums:
+            raise ConfigError(
+                f"--train_vision: {type(model).__name__} cannot be asked what it sees"
+            )
+        torch.stack(sums).sum().backward()
     for parameter in chosen.values():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None

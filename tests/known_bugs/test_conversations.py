@@ -213,7 +213,10 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     [
         ({"label": False}, r"data with labels \(columns: label\), no template here takes it"),
         ({"label": 0, "score": 0.5}, r"data with labels and data with scores \(columns: label, score\), no template"),
-        ({"images": ["1.png"]}, r"data with images \(columns: images\), lora_finetune.py, if one of the first 100 records has an image, takes it"),
+        (
+            {"images": ["1.png"]},
+            r"data with images .*lora_finetune.py, if one of the first 100 records has an image, takes it",
+        ),
         ({"chosen": "a"}, r"preference data \(columns: chosen\), no template here takes it"),
         ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), templates/dpo\.py takes it"),
     ],

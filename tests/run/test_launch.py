@@ -75,7 +75,7 @@ def test_compiling_without_a_compiler_is_one_line_before_training(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "sharded", "message"),
     [
-        ({"tp_size": 2, "dp_shard_size": 2}, False, "dp_shard_size need FSDP"),
+        ({"tp_size": 2, "dp_shard_size": 2}, False, "dp_shard_size needs FSDP"),
         ({"dp_replicate_size": 4}, True, "FSDP has nothing to cut"),
         ({"dp_shard_size": 2, "cp_size": 2}, True, "cp_size is not supported in the launch config: sp_size divides rows"),
     ],

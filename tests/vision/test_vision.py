@@ -321,7 +321,10 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
             write(file, [record])
         assert see_images(ChatConfig(train_file=(str(file),))), name
         samples = opened(file, folder)
-        found = [values.tolist() for values in samples.tokens(0)], np.asarray(samples.images(0)[0]).tolist()
+        found = (
+            [values.tolist() for values in samples.tokens(0)],
+            np.asarray(samples.images(samples.pictures(0))[0]).tolist(),
+        )
         wanted = wanted or found
         assert found == wanted, name
     assert not see_images(ChatConfig(train_file=(str(file),), allow_unused_columns=("images",)))
@@ -341,6 +344,10 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
         (asks(picture("a.png"), "<|image_pad|>?"), {}, r"has 1 image\(s\), but 2 mark"),
         (asks(picture("a.png"), COLOUR), {"seq_length": 8}, "none of its 1 samples"),
         (asks({"type": "image", "image": 3}, COLOUR), {}, "an image is int, not a path"),
+        (asks(picture("file:///etc/hostname"), COLOUR), {"fetch_images": True}, "neither a path nor an http URL"),
+        (asks(picture("a" * 5000), COLOUR), {}, "image 1: File name too long"),
+        ({"image": "a.png", "images": ["a.png"], "messages": IN_TEXT}, {}, "in both columns images and image"),
+        ({"image": "a.png", "prompt": "<image>?", "completion": "b"}, {}, "images need messages"),
     ],
 )  # fmt: skip
 def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, settings, message):
@@ -364,10 +371,10 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
     samples = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True)
     assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
     said = capsys.readouterr().err
-    assert "1 samples have an image that cannot be read, and are left out; the first is" in said
-    assert "1 samples with images are longer than --seq_length, and left out" in said
+    assert "1 samples have an image that cannot be read, and are left out (after" in said
+    assert "1 samples with images are longer than --seq_length, and left out: raise it; the first is" in said
     shrunk = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True, image_max_pixels=40 * 30)
-    assert [image.size for i in range(3) for image in shrunk.images(i)] == [(34, 34), (40, 30)]
+    assert [image.size for i in range(3) for image in shrunk[i]["images"]] == [(34, 34), (40, 30)]
     (tmp_path / "small.png").write_bytes(png(50, 50))
     with pytest.raises(ConfigError, match=r"small.png: it is 50 x 50 pixels now, and was 40 x 30"):
         shrunk[1]
@@ -383,6 +390,20 @@ def test_adapters_stand_on_the_tower_if_named(base, tmp_path):
     tower = {name: weight for name, weight in weights.items() if "visual" in name}
     assert len(tower) == 2 and len(weights) == 6  # of two layers of text
     assert all(weight.abs().max() > 0 for weight in weights.values())
+
+
+def test_images_after_the_last_learned_turn_are_left_out_of_prompts(models, tmp_path):
+    """And the digest of an image, not its place, tells samples apart."""
+    (tmp_path / "moved").mkdir()
+    for name, size in {"a.png": (40, 30), "b.png": (70, 30), "moved/a.png": (40, 30), "moved/b.png": (70, 30)}.items():
+        (tmp_path / name).write_bytes(png(*size))
+    messages = [turn("user", picture("a.png"), COLOUR), ANSWER, turn("user", picture("b.png"), "And now?")]
+    messages.append(turn("assistant", "Grey.") | {"weight": 0})
+    files = [write(tmp_path / folder / "two.jsonl", [{"messages": messages}]) for folder in (".", "moved")]
+    samples, moved = (opened(file, models("qwen2_5_vl")) for file in files)
+    assert [image.width for image in samples.pictures(0)] == [40, 70]
+    assert [image.width for image in samples.prompt_images(0)] == [40]
+    assert samples.fingerprint == moved.fingerprint and samples.pictures(0) != moved.pictures(0)
 
 
 def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, models, three):
