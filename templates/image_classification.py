@@ -166,7 +166,7 @@ def build_loaders(
         data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last
     )
     share = sharding.share(setup.accelerator)
-    workers = batch.dataloader_num_workers
+    workers = batch.dataloader_num_workers or 0
     eval_order = Order(
         len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False
     )

@@ -148,7 +148,7 @@ def build_datasets(setup: Setup) -> Data:
             )
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
         rows_at_once = batch.micro_batch()[0]
-        workers = batch.dataloader_num_workers
+        workers = batch.dataloader_num_workers or 0
         train = Loader(
             text.train, collate, order, share, per_device=rows_at_once, num_workers=workers
         )

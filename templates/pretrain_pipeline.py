@@ -149,7 +149,7 @@ def build_datasets(setup: Setup) -> Data:
         order,
         share,
         per_device=rows,
-        num_workers=batch.dataloader_num_workers,
+        num_workers=batch.dataloader_num_workers or 0,
     )
     chosen = EvenSubset(text.validation, options.eval_samples)
     eval_order = Order(len(chosen), batch.global_batch_size, 0, shuffle=False)

@@ -175,7 +175,7 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
         labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=setup.config.data.seq_length
     )
     rows = batch.micro_batch()[0]
-    workers = batch.dataloader_num_workers
+    workers = batch.dataloader_num_workers or 0
     return (
         Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
         Loader(data.validation, collate, eval_order, share, per_device=eval_size),

@@ -50,8 +50,9 @@ class BatchConfig:
     # Passes over the training data; if not given, by the task and the size of the data: the summary
     # shows it. The embedded demo takes about two minutes on two CPU cores
     num_train_epochs: Positive | None = None
-    # Worker processes of each rank that read samples; 0 reads in the training process
-    dataloader_num_workers: Free[CountOrZero] = 0
+    # Worker processes of each rank that read samples; 0 reads in the training process. If not
+    # given: 0, of conversations with images 2
+    dataloader_num_workers: Free[CountOrZero | None] = None
     # Decides initial weights, order of samples, augmentation and dropout
     seed: Annotated[int, within(at_least=0, below=2**32)] = 0
 

@@ -117,7 +117,8 @@ def build_loaders(
     )
     share = sharding.share(accelerator)
     size = batch.per_device_eval_batch_size
-    workers = batch.dataloader_num_workers or train.workers
+    workers = batch.dataloader_num_workers
+    workers = train.workers if workers is None else workers
     loader = Loader(
         rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
@@ -125,7 +126,12 @@ def build_loaders(
     eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
     padded = partial(held_out.collate, multiple_of=64, at_most=options.seq_length)
     validation = Loader(
-        chosen, padded, eval_order, share, per_device=size, num_workers=held_out.workers
+        chosen,
+        padded,
+        eval_order,
+        share,
+        per_device=size,
+        num_workers=min(workers, held_out.workers),
     )
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

@@ -294,7 +294,7 @@ def build_loaders(
             f"{len(train)} or less"
         )
     share = sharding.share(accelerator)
-    workers = batch.dataloader_num_workers
+    workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
     order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
     loader = Loader(

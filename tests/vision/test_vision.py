@@ -181,7 +181,7 @@ def tower_too(base, tmp_path_factory):
     ("processes", "config", "flags", "strategy"),
     [
         (4, "fsdp2", EACH_ONE, "FSDP2 x 4"),  # ranks without an image at many steps
-        (2, "ddp", SEES, "DDP x 2"),
+        slow(2, "ddp", SEES, "DDP x 2"),
         slow(2, "ddp", (), "DDP x 2"),
         slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
         slow(2, "deepspeed_zero3", EACH_ONE, "ZeRO-3 x 2"),
@@ -190,9 +190,9 @@ def tower_too(base, tmp_path_factory):
         slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
     ],
 )
-def test_every_launch_learns_the_same(one_process, tower_too, base, tmp_path, processes, config, flags, strategy):
+def test_every_launch_learns_the_same(request, one_process, base, tmp_path, processes, config, flags, strategy):
     """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
-    reference = tower_too if "--train_vision" in flags else one_process
+    reference = request.getfixturevalue("tower_too") if "--train_vision" in flags else one_process
     result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
     manifest = result.manifest(6)
     assert (manifest["world_size"], manifest["strategy"]) == (processes, f"{strategy} on cpu, fp32")
@@ -227,6 +227,7 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
         assert loss == pytest.approx(wanted[-1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
     from safetensors.torch import load_file
 
