@@ -23,7 +23,6 @@ from transformers.modeling_utils import AttentionInterface
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
 from shared.parallel.sequence import attend_by_heads
-from shared.process import ranks
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
@@ -250,8 +249,7 @@ def attend(
     It takes a mask, or `cu_seqlens` for the kernel. Masks of whole rows: see `_sdpa_mask_of_rows`.
     """
     rows, _, length, _ = query.shape
-    is_divided = ranks.sequence_ranks() > 1 and attention_mask is not None
-    if is_divided and (
+    if attention_mask is not None and (
         attention_mask.ndim == 2 or (attention_mask.ndim == 4 and attention_mask.shape[2] > length)
     ):
         dtype = computed_in(query.device, value.dtype)
