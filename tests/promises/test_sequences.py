@@ -98,7 +98,7 @@ def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, co
     one = run("full_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     at_once = ("--per_device_train_batch_size", 4 if config == "one_group" else 2)
     other = run("full_finetune", tmp_path / "four", *given, *at_once, processes=4, config=four / config)
-    assert "documents kept apart by an attention mask" in other.output
+    assert "documents kept apart by an attention mask" in other.summary
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     for key in ("grad_norm", "eval_loss", "tokens"):
         assert [row[key] for row in other.rows if key in row] == pytest.approx(
