@@ -53,6 +53,7 @@ KINDS = {
 # What a user's values become here; flags that are not shown stay away.
 SMALL = {
     "--num_processes": "2",
+    "--parallelism_config_sp_size": "2",
     "--seq_length": "64",
     "--max_tokens": "1024",
     "--global_batch_size": "8",
@@ -336,6 +337,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
         "meta-llama/Llama-3.1-8B-Instruct": tiny_model,
+        "Qwen/Qwen3-VL-8B-Instruct": tiny_model,
         "runs/sft/final": tiny_model,
         "answerdotai/ModernBERT-base": tiny_model,
         "google-bert/bert-base-uncased": tiny_model,
