@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,8 @@ class ImageEncoder(Encoder):
             ids, learned = super().__call__(example, where, notes)
         except _OtherCount as error:
             raise ConfigError(f"{where}: {error}") from None
-        texts = "".join(self.processor.tokens_of(tuple(self.sizes))) if self.sizes else ""
-        around = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        of_images = [*self.processor.ids, *self.special.intersection(around)]
+        around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
+        of_images = [*self.processor.ids, *around]
         return ids, learned & ~np.isin(ids, of_images)
 
     def _render(self, messages: Messages, **options: Any) -> str:
@@ -132,8 +132,8 @@ class ToImageSamples(ToSamples):
     @cached_property
     def stand_in(self) -> np.ndarray:
         """[tokens] int64 of one small image."""
-        (text,) = self.processor.tokens_of((SMALL,))
-        return np.array(self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
+        (ids,) = self.processor.ids_of((SMALL,))
+        return np.array(ids)
 
     def identity(self) -> Any:
         vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]

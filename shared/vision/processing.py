@@ -75,15 +75,19 @@ class ImageProcessor:
         )
         return [place["replacement"] for place in encoded["text_replacement_offsets"][0]]
 
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def ids_of(self, sizes: tuple[tuple[int, int], ...]) -> list[list[int]]:
+        """`tokens_of` as ids."""
+        texts = self.tokens_of(sizes) if sizes else []
+        return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
     def count_in(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
         """How many of a text's images its first tokens, `ids`, have whole.
 
         Args:
             sizes: see `tokens_of`.
         """
-        texts = self.tokens_of(tuple(sizes)) if sizes else []
-        encoded = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        needed = np.cumsum([self._count(tokens) for tokens in encoded])
+        needed = np.cumsum([self._count(tokens) for tokens in self.ids_of(tuple(sizes))])
         return int(np.searchsorted(needed, self._count(ids), side="right"))
 
     def _count(self, ids: Sequence[int]) -> int:
