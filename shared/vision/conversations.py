@@ -154,13 +154,13 @@ class ToImageSamples(ToSamples):
     def samples(
         self, record: dict[str, Any], form: str, where: str, notes: Notes
     ) -> list[tuple[list[int], np.ndarray]]:
-        record, named = take_images(record, form, where)
-        if named and (form == "plain text" or isinstance(record.get("prompt"), str)):
+        record, references = take_images(record, form, where)
+        if references and (form == "plain text" or isinstance(record.get("prompt"), str)):
             raise ConfigError(f"{where}: images need messages, not texts that are joined")
         pictures: list[Picture] = []
-        for number, said in enumerate(named, 1):
+        for number, reference in enumerate(references, 1):
             try:
-                pictures.append(find(said, where, self.vision))
+                pictures.append(find(reference, where, self.vision))
             except BadImage as error:
                 if not self.vision.skip_bad_images:
                     raise ConfigError(
@@ -169,8 +169,8 @@ class ToImageSamples(ToSamples):
                     ) from None
                 notes.add("bad", f"{where}: image {number}: {error}")
                 return []
-        most = self.vision.image_max_pixels
-        self.sizes[:] = [shrunk(picture.width, picture.height, most) for picture in pictures]
+        max_pixels = self.vision.image_max_pixels
+        self.sizes[:] = [shrunk(picture.width, picture.height, max_pixels) for picture in pictures]
         if not pictures:
             samples = super().samples(record, form, where, notes)
         else:
@@ -190,7 +190,7 @@ class ToImageSamples(ToSamples):
             **named,
             own_template=self.encoder.has_own_template,
             processor=self.processor,
-            most=self.vision.image_max_pixels,
+            max_pixels=self.vision.image_max_pixels,
             stand_in=self.stand_in,
         )
 
@@ -200,7 +200,7 @@ class ImageConversations(Conversations):
 
     Args:
         processor: makes what the model gets.
-        most: pixels of an image, see `VisionConfig`.
+        max_pixels: pixels of an image, see `VisionConfig`.
         stand_in: [tokens], of one small image.
     """
 
@@ -211,13 +211,13 @@ class ImageConversations(Conversations):
         self,
         *arguments: Any,
         processor: ImageProcessor,
-        most: int | None,
+        max_pixels: int | None,
         stand_in: np.ndarray,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self.processor = processor
-        self.most = most
+        self.max_pixels = max_pixels
         self.stand_in = stand_in
 
     def first_ids(self, count: int = 100_000) -> np.ndarray:
@@ -237,7 +237,7 @@ class ImageConversations(Conversations):
         images = []
         for picture in pictures:
             try:
-                images.append(open_picture(picture, self.most))
+                images.append(open_picture(picture, self.max_pixels))
             except BadImage as error:
                 raise ConfigError(f"{picture.path}: {error}") from None
         return images
@@ -245,7 +245,7 @@ class ImageConversations(Conversations):
     def prompt_images(self, index: int) -> list[Picture]:
         """Those that stand before the last learned turn."""
         pictures = self.pictures(index)
-        sizes = [shrunk(picture.width, picture.height, self.most) for picture in pictures]
+        sizes = [shrunk(picture.width, picture.height, self.max_pixels) for picture in pictures]
         return pictures[: self.processor.count_in(self.prompt(index)[0], sizes)]
 
     def images_of(self, chosen: Sequence[int]) -> PromptImages:

@@ -1,4 +1,4 @@
-"""Where records of conversations have images, and what they say of each."""
+"""Where records of conversations have images, and what names each."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -9,7 +9,7 @@ from shared.text.forms import FORMS, IMAGE
 
 MARK = "<image>"
 COLUMNS = ("images", "image")
-# columns whose texts may have marks, in the order in which they are said
+# columns whose texts may have marks, in their order in a conversation
 TEXTS = (
     *("system", "history", "instruction", "input", "prompt", "messages", "conversations"),
     *("completion", "output"),
@@ -19,7 +19,7 @@ LOOK = 100  # records of each source that are looked at
 
 
 def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str, Any], list[Any]]:
-    """(the record, with IMAGE in its texts where an image stands; what it says of each image, in
+    """(the record, with IMAGE in its texts where an image stands; what names each image, in
     that order).
 
     An image is a part of a message's content, which names it or takes the next of the column; or a
@@ -37,24 +37,24 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
     column = next((name for name in COLUMNS if record.get(name)), None)
     listed = [] if column is None else record[column]
     listed = listed if isinstance(listed, list) else [listed]
-    named: list[Any] = []  # None: the next of the column
+    references: list[Any] = []  # None: the next of the column
 
     def replaced(value: Any) -> Any:
         if isinstance(value, str) and column is not None:
-            named.extend([None] * value.count(MARK))
+            references.extend([None] * value.count(MARK))
             return value.replace(MARK, IMAGE)
         if isinstance(value, list):
             return [replaced(entry) for entry in value]
         if not isinstance(value, dict):
             return value
         if is_image(value):
-            named.append(next((value[key] for key in KEYS if value.get(key)), None))
+            references.append(next((value[key] for key in KEYS if value.get(key)), None))
             return {"type": "text", "text": IMAGE}
         return {key: v if key == "tool_calls" else replaced(v) for key, v in value.items()}
 
     of_form = [name for columns in FORMS[form] for name in columns]
     texts = {n: replaced(record[n]) for n in TEXTS if n in record and n in of_form}
-    places = named.count(None)
+    places = references.count(None)
     if places != len(listed):
         raise ConfigError(
             f"{where}: {len(listed)} image(s) in the column {column or COLUMNS[0]!r}, but "
@@ -62,7 +62,9 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
         )
     rest = iter(listed)
     others = {name: value for name, value in record.items() if name not in COLUMNS}
-    return others | texts, [next(rest) if said is None else said for said in named]
+    return others | texts, [
+        next(rest) if reference is None else reference for reference in references
+    ]
 
 
 def is_image(part: Any) -> bool:

@@ -34,14 +34,14 @@ class Picture(NamedTuple):
     digest: int  # of its first bytes and its size
 
 
-def find(said: Any, where: str, config: VisionConfig) -> Picture:
+def find(reference: Any, where: str, config: VisionConfig) -> Picture:
     """The image that a record names: a path, bytes, a `data:` URL, or a URL.
 
     A path counts from the folder of the record's file, and may not leave it. Bytes, and what is
     downloaded, are kept in the cache.
 
     Args:
-        said: a text, bytes, or an object with `bytes`, `path` or `url`.
+        reference: a text, bytes, or an object with `bytes`, `path` or `url`.
         where: the place of the record.
 
     Raises:
@@ -49,7 +49,7 @@ def find(said: Any, where: str, config: VisionConfig) -> Picture:
         BadImage: there is no such image, or it is damaged.
     """
     try:
-        path = _path_of(said, where, config)
+        path = _path_of(reference, where, config)
         check(path, in_full=config.skip_bad_images)
         digest = zlib.crc32(read(path, 0, 2**16)) ^ path.stat().st_size
     except OSError as error:
@@ -57,31 +57,37 @@ def find(said: Any, where: str, config: VisionConfig) -> Picture:
     return Picture(str(path), *size_of(path), digest)
 
 
-def _path_of(said: Any, where: str, config: VisionConfig) -> Path:
-    if isinstance(said, dict):
-        said = next((said[key] for key in ("bytes", "path", "url") if said.get(key)), None)
-    if isinstance(said, str) and (prefix := DATA.match(said)):
+def _path_of(reference: Any, where: str, config: VisionConfig) -> Path:
+    if isinstance(reference, dict):
+        reference = next(
+            (reference[key] for key in ("bytes", "path", "url") if reference.get(key)), None
+        )
+    if isinstance(reference, str) and (prefix := DATA.match(reference)):
         try:
-            said = base64.b64decode(said[prefix.end() :], validate=True)
+            reference = base64.b64decode(reference[prefix.end() :], validate=True)
         except binascii.Error as error:
             raise BadImage(f"a data: URL that is not valid base64 ({error})") from None
-    if isinstance(said, str) and is_url(said):
-        if not said.startswith(("http://", "https://")):
-            raise ConfigError(f"{where}: the image {label(said)} is neither a path nor an http URL")
+    if isinstance(reference, str) and is_url(reference):
+        if not reference.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{where}: the image {label(reference)} is neither a path nor an http URL"
+            )
         if not config.fetch_images:
             raise ConfigError(
-                f"{where}: the image {label(said)} is on a server: add --fetch_images to download "
-                "it"
+                f"{where}: the image {label(reference)} is on a server: add --fetch_images to "
+                "download it"
             )
         try:
-            said = read_once(said, MOST)
+            reference = read_once(reference, MOST)
         except ConfigError as error:  # the server refuses
             raise BadImage(str(error)) from None
-    if isinstance(said, bytes):
-        return _kept(said)
-    if isinstance(said, str):
-        return _inside(said, where)
-    raise ConfigError(f"{where}: an image is {type(said).__name__}, not a path, bytes or a URL")
+    if isinstance(reference, bytes):
+        return _kept(reference)
+    if isinstance(reference, str):
+        return _inside(reference, where)
+    raise ConfigError(
+        f"{where}: an image is {type(reference).__name__}, not a path, bytes or a URL"
+    )
 
 
 def _inside(name: str, where: str) -> Path:
@@ -112,15 +118,15 @@ def _kept(content: bytes) -> Path:
     return path
 
 
-def shrunk(width: int, height: int, most: int | None) -> tuple[int, int]:
+def shrunk(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     """Width and height with at most so many pixels, in about the same ratio."""
-    scale = math.sqrt(most / (width * height)) if most else 1.0
+    scale = math.sqrt(max_pixels / (width * height)) if max_pixels else 1.0
     if scale >= 1:
         return width, height
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def open_picture(picture: Picture, most: int | None) -> Image.Image:
+def open_picture(picture: Picture, max_pixels: int | None) -> Image.Image:
     """The image in RGB, upright, shrunk to at most so many pixels.
 
     Raises:
@@ -132,5 +138,5 @@ def open_picture(picture: Picture, most: int | None) -> Image.Image:
             f"it is {image.width} x {image.height} pixels now, and was {picture.width} x "
             f"{picture.height} when the data were prepared: touch the data file to prepare it anew"
         )
-    size = shrunk(*image.size, most)
+    size = shrunk(*image.size, max_pixels)
     return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
