@@ -56,8 +56,7 @@ class ImageEncoder(Encoder):
         except _OtherCount as error:
             raise ConfigError(f"{where}: {error}") from None
         around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
-        of_images = [*self.processor.ids, *around]
-        return ids, learned & ~np.isin(ids, of_images)
+        return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
 
     def _render(self, messages: Messages, **options: Any) -> str:
         return super()._render(in_parts(messages), **options)
@@ -132,8 +131,7 @@ class ToImageSamples(ToSamples):
     @cached_property
     def stand_in(self) -> np.ndarray:
         """[tokens] int64 of one small image."""
-        (ids,) = self.processor.ids_of((SMALL,))
-        return np.array(ids)
+        return np.array(self.processor.ids_of((SMALL,))[0])
 
     def identity(self) -> Any:
         vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
