@@ -212,15 +212,13 @@ def build_model(
         embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
     )
     if config.config_name:
-        architecture = image_classifier.of_classifier(from_hub(AutoConfig, config.config_name))
+        architecture = from_hub(AutoConfig, config.config_name)
     if hasattr(architecture, "image_size"):
         architecture.image_size = (
             [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
         )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(
-        architecture, classes, image_size=image_size, **options
-    ), classes
+    return image_classifier.from_scratch(architecture, classes, **options), classes
 
 
 def prepare_model(

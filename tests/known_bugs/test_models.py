@@ -75,12 +75,12 @@ def test_weights_in_gguf_are_named(tmp_path):
             from_hub(AutoModelForCausalLM, name, use_safetensors=True)
 
 
-@pytest.mark.parametrize(("modules", "missing"), [(["embed_tokens"], "lm_head"), (["lm_head"], "embed_tokens")])
-def test_half_of_tied_weights_is_said(modules, missing, capsys):
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"]])
+def test_half_of_tied_weights_is_said(modules, capsys):
     """PEFT warns of it since 2025: one of the two is trained, and the other stays."""
     model = build("llama", tie_word_embeddings=True)
     adapters._new_adapters(model, AdapterConfig(modules_to_save=(*modules,)), "CAUSAL_LM")
-    assert f"name {missing}, too, to train both" in capsys.readouterr().err
+    assert "name embed_tokens and lm_head to train both" in capsys.readouterr().err
     adapters._new_adapters(
         build("llama", tie_word_embeddings=True), AdapterConfig(modules_to_save=("embed_tokens", "lm_head")), "CAUSAL_LM"
     )
