@@ -292,8 +292,7 @@ def save_final(
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task = "image-classification"
-        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
-        load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
+        load = evaluation.usage(f'pipeline("{task}", model="final")')
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )

@@ -234,8 +234,8 @@ def refuse_tied_embeddings(model: Any) -> None:
             and ends[0].weight is ends[1].weight
         ):
             raise ConfigError(
-                f"--merge_adapter adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's "
-                "input and output share: "
+                f"--merge_adapter adds the adapter of {name.rpartition('.')[2]} to a matrix that "
+                "the model's input and output share: "
                 "name it in --modules_to_save in place of --lora_target_modules"
             )
 

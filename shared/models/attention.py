@@ -259,25 +259,21 @@ def attend(
         return attend_by_heads(
             attend_rows, module, states, attention_mask, scaling=scaling, **options
         )
-    if (
-        attention_mask is None
-        or attention_mask.ndim > 1
-        or kernel is None
-        or not _is_plain(**options)
-    ):
-        if attention_mask is not None:
-            avoid_cudnn()
-            if attention_mask.ndim == 1:
-                attention_mask = mask_of(attention_mask, rows, length)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
-    dtype = computed_in(query.device, value.dtype)
-    states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
-    # The row length is an upper bound of the longest document: the exact one would cost a device
-    # sync and recompiles.
-    result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
-    return result.unflatten(0, (rows, length)), None
+    if attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
+    if attention_mask.ndim == 1 and kernel is not None and _is_plain(**options):
+        dtype = computed_in(query.device, value.dtype)
+        states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
+        # The row length is an upper bound of the longest document: the exact one would cost a
+        # device sync and recompiles.
+        result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
+        return result.unflatten(0, (rows, length)), None
+    avoid_cudnn()
+    if attention_mask.ndim == 1:
+        attention_mask = mask_of(attention_mask, rows, length)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
 
 
 def _is_plain(dropout: float = 0.0, **options: Any) -> bool:

@@ -150,20 +150,12 @@ def describe(model: nn.Module) -> str:
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            names = name.split(".")
-            place = next(
-                (
-                    i
-                    for i, part in enumerate(names)
-                    if part.startswith("lora_") or part == "modules_to_save"
-                ),
-                -1,
-            )
-            holder: Any = model.get_submodule(".".join(names[:place]))
-            part = next(n for n in reversed(names[:place]) if n != "base_layer")
-            counts[f"{part}.{p}" if (p := getattr(holder, "parameter_name", "")) else part] += (
-                parameter.numel()
-            )
+            place = re.split(r"\.lora_|\.modules_to_save", name)[0]
+            names = [place.replace(".base_layer", "").rpartition(".")[2]]
+            # PEFT's wrapper of a weight that is no layer of its own
+            if weight := getattr(model.get_submodule(place), "parameter_name", ""):
+                names.append(weight)
+            counts[".".join(names)] += parameter.numel()
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 

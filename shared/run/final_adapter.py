@@ -8,7 +8,7 @@ from torch import nn
 from shared.models import adapters
 from shared.models.card import load_line, usage
 from shared.models.generation import end_generation_at
-from shared.models.loading import copy_processor, save_what_text_does_not_reach
+from shared.models.loading import copy_processor
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -54,7 +54,7 @@ def save_adapter(
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            save_what_text_does_not_reach(name, merged, folder)
+            copy_processor(name, folder)
             title = f"{Path(name).name} with a LoRA adapter merged in"
             load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
             card = run.card(title, about, load=load, base_model=name)

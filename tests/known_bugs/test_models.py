@@ -6,7 +6,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 
 from shared.models import adapters
 from shared.models.checks import context_of
-from shared.models.hub import from_hub
 from shared.models.options import AdapterConfig
 from shared.models.pipeline import try_stages
 from shared.process.errors import ConfigError
@@ -65,14 +64,6 @@ def test_the_context_is_what_a_forward_takes(name):
     model(input_ids=torch.full((1, context), 5))
     with pytest.raises(Exception):  # noqa: B017
         model(input_ids=torch.full((1, context + 1), 5))
-
-
-def test_weights_in_gguf_are_named(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    (tmp_path / "config.json").write_text("{}")
-    for name in (tmp_path, tmp_path / "model.gguf"):
-        with pytest.raises(ConfigError, match="GGUF weights, which are made for inference: take the safetensors"):
-            from_hub(AutoModelForCausalLM, name, use_safetensors=True)
 
 
 @pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"]])
