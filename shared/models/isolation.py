@@ -2,7 +2,6 @@
 that keeps them apart."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,10 +21,6 @@ from shared.process.errors import ConfigError, first_line, is_out_of_memory
 MAX_ERROR = 0.02
 # Relative, of logits in fp32: the same to the last digits if positions restart with a document.
 FP32_ERROR = 0.002
-
-# Packages that transformers imports with the models that they are for
-RECURRENT_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
-
 
 @torch.no_grad()
 def isolate_documents(
@@ -66,8 +61,7 @@ def isolate_documents(
         return False, f"off: {why}"
     apart = "documents kept apart by "
     if model.row_form.bounds:
-        kernels = [name for name in RECURRENT_KERNELS if name in sys.modules]
-        apart += f"{', '.join(kernels)} in recurrent layers, in others by "
+        apart += "kernels of recurrent layers, in others by "
     if trial.whole.config.get_text_config()._attn_implementation != "sdpa":
         return True, f"{apart}the model's own attention"
     kernel = find_kernel(device)

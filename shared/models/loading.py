@@ -121,19 +121,15 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """
     for pattern in patterns:
         try:
-            found = [
-                parameter
-                for name, parameter in model.named_parameters()
-                if re.search(pattern, name)
-            ]
+            weights = [p for name, p in model.named_parameters() if re.search(pattern, name)]
         except re.error as error:
             raise ConfigError(f"--freeze {pattern}: no regular expression: {error}") from None
-        if not found:
+        if not weights:
             some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
             raise ConfigError(
                 f"--freeze {pattern}: found in the name of no weight; they are {some}, ..."
             )
-        for parameter in found:
+        for parameter in weights:
             parameter.requires_grad_(False)
 
 
