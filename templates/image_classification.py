@@ -11,7 +11,6 @@ The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 211
 torchvision's references.
 """
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from shared.config.options import (
     FullSpeedConfig,
     LogConfig,
 )
-from shared.config.types import Free, PositiveShare, within
+from shared.config.types import PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
@@ -65,7 +64,6 @@ class Config:
     image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
     crop_pct: PositiveShare | None = None
-    export_onnx: Free[bool] = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(
@@ -98,8 +96,6 @@ class Config:
                 "--metric_for_best_model map, mean average precision, needs "
                 "--problem_type multi_label"
             )
-        if self.export_onnx and not importlib.util.find_spec("onnxscript"):
-            raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once
@@ -131,7 +127,6 @@ from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
@@ -296,8 +291,6 @@ def save_final(
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
-        if run.config.export_onnx:
-            print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
 
 
 def main(config: Config) -> None:
@@ -367,7 +360,6 @@ def main(config: Config) -> None:
         train,
         fingerprint=data.identity,
         total_steps=steps,
-        makes="final/model.onnx" if config.export_onnx else "final",
         samples="images",
         flops=flops,
         **about,

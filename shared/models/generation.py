@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
 from shared.process.printing import note
@@ -40,16 +41,6 @@ def end_generation_at(model: Any, end: int | None) -> None:
     note(
         f"generation ends at the token {end}, too, which ends the turns (the "
         f"model's settings named {before})"
-    )
-
-
-def first_lines(text: str, most: int = 8) -> str:
-    """The first lines of a text, for a log: a model that has not learned yet repeats itself."""
-    lines = text.splitlines()
-    return (
-        text
-        if len(lines) <= most
-        else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
     )
 
 
@@ -128,9 +119,7 @@ def generate(
     left, with the cache. Ranks may have different prompts, but every rank makes the same number of
     calls.
     """
-    training = model.training
     whole = without_adapters(extract_model_from_parallel(model))
-    model.eval()
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize
@@ -148,7 +137,7 @@ def generate(
     before = whole.generation_config
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
+    with forked, as_in_an_evaluation(model), _through(model, whole):
         torch.manual_seed(seed)
         found = whole.generate(
             rows,
@@ -159,7 +148,6 @@ def generate(
             **({} if beside is None else beside(rows)),
         )
     whole.generation_config = before
-    model.train(training)
     answers = found[:, longest:].tolist()
     lengths = [next((i for i, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in answers]
     return [ids[:length] for ids, length in zip(answers, lengths, strict=True)]

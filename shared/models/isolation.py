@@ -1,9 +1,6 @@
 """The trial before training: whether packed documents see each other, and the fastest attention
 that keeps them apart."""
 
-import contextlib
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +9,7 @@ from torch import nn
 
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
@@ -21,6 +19,7 @@ from shared.process.errors import ConfigError, first_line, is_out_of_memory
 MAX_ERROR = 0.02
 # Relative, of logits in fp32: the same to the last digits if positions restart with a document.
 FP32_ERROR = 0.002
+
 
 @torch.no_grad()
 def isolate_documents(
@@ -199,25 +198,3 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(
         (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
     )
-
-
-@contextlib.contextmanager
-def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes.
-    fp8's scales depend on all tokens of a batch, so every token would affect all others."""
-    training = model.training
-    model.eval()
-    scaled = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"
-    ]
-    for module in scaled:
-        module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in scaled:
-            del module.forward
-        model.train(training)

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_mask
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.loss import can_balance, measure_head
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
@@ -79,11 +80,9 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         ConfigError: this model cannot be cut.
     """
     name = type(model).__name__
-    training = model.training
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
     try:
-        model.eval()
-        with torch.compiler.set_stance("force_eager"):
+        with as_in_an_evaluation(model):
             logits_of = measure_head(model, model, {"input_ids": x}) or nn.Identity()
             whole = model(input_ids=x, use_cache=False).logits
             for number in range(len(cuts) - 1):
@@ -94,8 +93,6 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         if is_out_of_memory(problem):
             raise
         why = first_line(problem)
-    finally:
-        model.train(training)
     if why:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "

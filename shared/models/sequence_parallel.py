@@ -11,7 +11,8 @@ from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
 from shared.data.stretches import cut, own_part
 from shared.models.attention import forward_rows
-from shared.models.isolation import FP32_ERROR, MAX_ERROR, as_in_an_evaluation, relative_error
+from shared.models.blocks import as_in_an_evaluation
+from shared.models.isolation import FP32_ERROR, MAX_ERROR, relative_error
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy

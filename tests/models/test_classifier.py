@@ -439,36 +439,3 @@ def test_draws_are_shares_from_the_beta_asked_for(mixup, cutmix, cuts):
             assert shares.mean().item() == pytest.approx(0.5, abs=0.04)
             assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.12)  # of Beta(alpha, alpha)
     assert draws[:, 2:].mean(0).tolist() == pytest.approx([0.5, 0.5], abs=0.03)
-
-
-# Export --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_the_exported_model_says_what_the_model_says(name, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model = make(name).eval()
-    model.save_pretrained(tmp_path)
-    assert image_classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
-    assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    torch.manual_seed(1)
-    for size in (1, 5):
-        images = torch.randn(size, 3, 32, 32)
-        (logits,) = session.run(["logits"], {"pixel_values": images.numpy()})
-        with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("message", ["two\nlines", ""])
-def test_an_export_that_fails_is_a_line(tmp_path, monkeypatch, message):
-    make("resnet").save_pretrained(tmp_path)
-
-    def fail(*_, **__):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    line = image_classifier.export_onnx(tmp_path, 32)
-    assert line.startswith("warning: model.onnx could not be written (")
-    assert line.isprintable()

@@ -43,7 +43,7 @@ from shared.models.blocks import (
 from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
-from shared.models.generation import continuations, end_generation_at, first_lines, generate
+from shared.models.generation import continuations, end_generation_at, generate
 from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
 from shared.models.loading import class_of, outer_parts
 from shared.models.loss import causal_lm_loss
@@ -519,13 +519,6 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
     assert run(sample=True, seed=1) != run(sample=True, seed=2)
     assert run(sample=True, seed=1) != run()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("lines", [8, 9])
-def test_a_long_text_is_shortened_for_a_log(lines):
-    text = "\n".join("#" * lines)
-    shown = first_lines(text)
-    assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": VOCAB}

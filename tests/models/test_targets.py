@@ -121,9 +121,18 @@ def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
 
 
 ONE_GROUP = {"mamba_n_groups": 1}  # as in their checkpoints: mamba_ssm norms each group, these models all of them
-PACKED_BY = {
-    **dict.fromkeys(("qwen3_5", "nemotron_h", "lfm2", "kimi_linear", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2_moe"), {}),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), ONE_GROUP),
+PACKED_BY: dict[str, dict] = {
+    "qwen3_5": {},
+    "nemotron_h": {},
+    "lfm2": {},
+    "kimi_linear": {},
+    "qwen3_next": {},
+    "qwen3_5_moe": {},
+    "olmo_hybrid": {},
+    "lfm2_moe": {},
+    "bamba": ONE_GROUP,
+    "falcon_h1": ONE_GROUP,
+    "granitemoehybrid": ONE_GROUP,
 }
 
 

@@ -250,22 +250,6 @@ def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures,
     assert {"confusion_matrix.png", "evaluation.json", "curves.png", "final", "config.yaml", "metrics.jsonl"} <= files
 
 
-@pytest.mark.slow
-def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
-    import onnxruntime
-
-    flags = (*base, "--output_dir", tmp_path, "--per_device_train_batch_size", 8)
-    run_here("image_classification", *flags)
-    assert not (tmp_path / "final/model.onnx").exists()
-    run_here("image_classification", *flags, "--export_onnx")  # the run is finished, but for that
-    session = onnxruntime.InferenceSession(tmp_path / "final/model.onnx")
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "final")
-    for batch in (1, 5):
-        images = torch.randn(batch, 3, 16, 16)
-        (logits,) = session.run(None, {"pixel_values": images.numpy()})
-        torch.testing.assert_close(torch.tensor(logits), model(pixel_values=images).logits.detach(), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "extra",
     [
