@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from shared.models.counts import experts_of
-from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
 from shared.models.tokenizers import vocabulary_size
 from shared.parallel import shards
@@ -42,11 +41,6 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             "(its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
-    parts = [(name, model.get_submodule(name)) for name in outer_parts(model)]
-    if frozen := [
-        name for name, part in parts if not any(p.requires_grad for p in part.parameters())
-    ]:
-        note(f"{type(model).__name__}: {', '.join(frozen)} stay as they are")
     if experts_of(text)[0]:
         if not can_balance(text):
             note(f"no loss balances the experts: there is none for {type(model).__name__}")

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
 
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
@@ -119,10 +118,6 @@ class _Trial:
                     raise
                 if isinstance(error, ValueError):  # transformers names the package that is missing
                     self.hint = f": {first_line(error)}"
-        if not self.hint and any(
-            isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
-        ):
-            self.hint = ": its recurrent layers carry a state from one to the next"
         return False
 
     def _is_apart(self) -> bool:
