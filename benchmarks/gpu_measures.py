@@ -761,8 +761,8 @@ def error_of_attention(kernel: Any, heads: int, of_keys: int, size: int) -> floa
     *inputs, gradient = [torch.randn(rows, *shape, device=device()).bfloat16() for shape in shapes]
 
     def results(kernel: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-        states = [tensor.to(dtype).requires_grad_() for tensor in inputs]
-        output, _ = attention.attend(kernel, module, *states, cu_seqlens)
+        states = query, key, value = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        output, _ = attention.attend(kernel, module, query, key, value, cu_seqlens)
         return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
 
     pairs = zip(results(kernel, torch.bfloat16), results(None, torch.float32), strict=True)

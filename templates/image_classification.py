@@ -360,6 +360,7 @@ def main(config: Config) -> None:
         train,
         fingerprint=data.identity,
         total_steps=steps,
+        makes="final",
         samples="images",
         flops=flops,
         **about,
