@@ -38,7 +38,7 @@ TEMPLATES = {  # a name may say after a slash what is special
     "pretrain": PRETRAIN,
     "lora_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --lora_dropout 0.1 "
     "--eval_samples 8 --num_generations 0",
-    "full_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --neftune_noise_alpha 5 "
+    "full_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 "
     "--weights_dtype bf16 --eval_samples 8 --num_generations 0",
     "dpo": "--max_train_samples 200 --seq_length 128 --global_batch_size 8 --lora_dropout 0.1 --eval_samples 8 "
     "--num_generations 0",

@@ -98,7 +98,7 @@ from torch.nn import functional as F
 
 from shared.answers.answers import log_answers
 from shared.answers.scores import exact_match, token_f1
-from shared.models import adapters, attention, sequence_parallel
+from shared.models import attention, sequence_parallel
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import fuse_head, log_probabilities
 from shared.models.tokenizers import load_tokenizer
@@ -221,7 +221,6 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer)
-    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
     width = defaults.width(model)
     what = "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
@@ -295,7 +294,7 @@ def main(config: Config) -> None:
     run.load_best_weights()
     title = "tuned on preferences"
     end = data.held_out.end
-    save_tuned(run, model, tokenizer, initial, title=title, about=data.about, end=end)
+    save_tuned(run, model, tokenizer, title=title, about=data.about, end=end)
     both = run.state.before, run.state.results
     before, after = (
         [values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both

@@ -9,8 +9,7 @@ r"""Fine-tune all weights of a causal language model on conversations.
         --optim adamw_8bit
     docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
 
-NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv
-2010.06192.
+Bf16 weights with stochastic rounding: Zamirai et al., arXiv 2010.06192.
 """
 
 import math
@@ -33,7 +32,7 @@ from shared.config.options import (
     FullSpeedConfig,
     LogConfig,
 )
-from shared.config.types import Count, CountOrZero, Free, PositiveOrZero
+from shared.config.types import Count, CountOrZero, Free
 from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
 from shared.vision.options import FullVisionConfig
@@ -59,8 +58,6 @@ class Config:
     # Weights to leave as they are: regular expressions that are found in their names, such as
     # embed_tokens 'layers\.[0-3]\.'
     freeze: tuple[str, ...] = ()
-    # Noise on the embeddings in training, which can improve answers: 5 to 15; 0: none
-    neftune_noise_alpha: PositiveOrZero = 0.0
     # Number of validation prompts that the model answers before training and at its end
     num_generations: Free[CountOrZero] = 1
     # Number of validation prompts that the model answers at each evaluation, to score the answers;
@@ -100,7 +97,6 @@ from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, freeze, load_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
-from shared.models.neftune import noisy_embeddings
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
 from shared.run import exits
@@ -205,9 +201,8 @@ def main(config: Config) -> None:
         evaluate(run, model, data, tokenizer)
     for step in run.steps():
         for batch in step.micro_batches():
-            with noisy_embeddings(whole, batch, config.neftune_noise_alpha):
-                # summed over this micro-batch's target tokens
-                loss = causal_lm_loss(model, batch, log=step.log)
+            # summed over this micro-batch's target tokens
+            loss = causal_lm_loss(model, batch, log=step.log)
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite

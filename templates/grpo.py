@@ -81,11 +81,10 @@ class Config:
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
         if self.full and self.adapter != ADAPTER:
             raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
-        changes_base = self.adapter.modules_to_save or self.adapter.init_lora_weights == "pissa"
-        if self.kl_coef and (self.full or changes_base):
+        if self.kl_coef and (self.full or self.adapter.modules_to_save):
             raise ConfigError(
                 "--kl_coef needs adapters alone, which are switched off for the reference: drop "
-                "--full, --modules_to_save and --init_lora_weights pissa"
+                "--full and --modules_to_save"
             )
         if self.group_size < 2:
             raise ConfigError("--group_size: answers are compared, so at least 2")
@@ -101,7 +100,6 @@ from torch import nn
 
 from shared.answers.answers import log_answers
 from shared.data.order import Order
-from shared.models import adapters
 from shared.models.counts import count_parameters
 from shared.models.loss import fuse_head, target_log_probabilities
 from shared.models.tokenizers import load_tokenizer
@@ -247,7 +245,6 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_prompts(config.data, tokenizer)
     model = build_model(setup, tokenizer, train)
-    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     width = defaults.width(model)
     rate = defaults.preference_rate(width, full=config.full)
@@ -285,7 +282,7 @@ def main(config: Config) -> None:
             evaluate(run, model, held_out, tokenizer)
     run.load_best_weights()
     title = "tuned by rewards"
-    save_tuned(run, model, tokenizer, initial, title=title, about=about, end=train.end)
+    save_tuned(run, model, tokenizer, title=title, about=about, end=train.end)
     before, after = (
         values.get("eval_reward", 0.0) for values in (run.state.before, run.state.results)
     )

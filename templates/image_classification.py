@@ -11,7 +11,6 @@ The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 211
 torchvision's references.
 """
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from shared.config.options import (
     FullSpeedConfig,
     LogConfig,
 )
-from shared.config.types import Free, PositiveShare, within
+from shared.config.types import PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
@@ -65,7 +64,6 @@ class Config:
     image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
     crop_pct: PositiveShare | None = None
-    export_onnx: Free[bool] = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(
@@ -98,8 +96,6 @@ class Config:
                 "--metric_for_best_model map, mean average precision, needs "
                 "--problem_type multi_label"
             )
-        if self.export_onnx and not importlib.util.find_spec("onnxscript"):
-            raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once
@@ -131,7 +127,6 @@ from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
@@ -212,15 +207,13 @@ def build_model(
         embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
     )
     if config.config_name:
-        architecture = image_classifier.of_classifier(from_hub(AutoConfig, config.config_name))
+        architecture = from_hub(AutoConfig, config.config_name)
     if hasattr(architecture, "image_size"):
         architecture.image_size = (
             [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
         )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(
-        architecture, classes, image_size=image_size, **options
-    ), classes
+    return image_classifier.from_scratch(architecture, classes, **options), classes
 
 
 def prepare_model(
@@ -294,13 +287,10 @@ def save_final(
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task = "image-classification"
-        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
-        load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
+        load = evaluation.usage(f'pipeline("{task}", model="final")')
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
-        if run.config.export_onnx:
-            print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
 
 
 def main(config: Config) -> None:
@@ -370,7 +360,7 @@ def main(config: Config) -> None:
         train,
         fingerprint=data.identity,
         total_steps=steps,
-        makes="final/model.onnx" if config.export_onnx else "final",
+        makes="final",
         samples="images",
         flops=flops,
         **about,

@@ -10,7 +10,7 @@ r"""Fine-tune a causal language model with LoRA or QLoRA.
     docker run --gpus all IMAGE accelerate launch templates/lora_finetune.py
 
 LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsLoRA: Kalajdzievski,
-arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
+arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353.
 """
 
 import math
@@ -139,7 +139,6 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer, train)
-    initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)
     carriers = targets.describe(model)
@@ -190,7 +189,7 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.end)
+    save_adapter(run, model, tokenizer, about=data.about, end=data.held_out.end)
     before, after = (
         values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results)
     )

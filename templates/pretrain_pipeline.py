@@ -9,8 +9,7 @@ r"""Pretrain a causal language model whose blocks are spread over GPUs as a pipe
     docker run --gpus all IMAGE accelerate launch --multi_gpu templates/pretrain_pipeline.py
 
 Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward
-in turns (1F1B, arXiv 2006.09503); with stages_per_rank above 1 they hold several shorter stretches
-(interleaved, arXiv 2104.04473). What is learned is what templates/pretrain.py learns with
+in turns (1F1B, arXiv 2006.09503). What is learned is what templates/pretrain.py learns with
 embeddings that are not tied, as they cannot be here. For slow links between GPUs: only activations
 cross them. Evaluates in micro-batches of training's size.
 """
@@ -50,9 +49,6 @@ class Config:
     max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"
-    # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more
-    # communication
-    stages_per_rank: Free[Count] = 1
     # Neighbouring processes that hold one model; it divides those launched
     pipeline_ranks: Free[Annotated[int, within(at_least=2)]] = 2
 
@@ -237,9 +233,11 @@ def main(config: Config) -> None:
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
     config = setup.compile(model, steps)  # by flag, or where it saves time
-    shape = {"ranks": config.pipeline_ranks, "stages_per_rank": config.stages_per_rank}
     pipeline = Pipeline(
-        setup.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape
+        setup.accelerator,
+        model,
+        ranks=config.pipeline_ranks,
+        micro_batches=config.batch.micro_batch()[1],
     )
     _, own = count_parameters(model)  # of this rank's blocks: the others are gone
 

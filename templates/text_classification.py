@@ -242,7 +242,7 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
     whole = run.unwrap(model)
     if config.lora_r:
         with whole_folder(run.dir / "adapter") as folder:
-            adapters.save_adapter(folder, whole, weights, {})
+            whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         whole = adapters.merge_into(load_model(config, data)[0], run.dir / "adapter")
     with whole_folder(run.dir / "final") as folder:
         evaluation.update(whole.config)

@@ -121,10 +121,9 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
         assert tuning.last("eval_loss") < before
         assert merged.generation_config.temperature == 0.7
     old, new = read(base), read(tuned / "merged")
+    old.pop(FAMILIES[family][2], None)  # which no class loads
     assert sorted(old) == sorted(new)
-    outer = [name for name in old if OUTER.search(name)]
-    assert all(torch.equal(old[name], new[name]) for name in outer)
-    assert outer or not FAMILIES[family][2]
+    assert all(torch.equal(old[name], new[name]) for name in old if OUTER.search(name))
     assert json.loads((tuned / "merged" / "config.json").read_text())["architectures"] == [model_class.__name__]
     for file in base.glob("*processor*"):
         assert (tuned / "merged" / file.name).read_bytes() == file.read_bytes()
@@ -144,6 +143,7 @@ def test_continued_pretraining(tmp_path, text_file, family):
     run_here("pretrain", "--model_name_or_path", base, "--output_dir", folder, *data)
     with no_weight_goes_astray(model_class, folder / "final"):
         old, new = read(base), read(folder / "final")
+    old.pop(FAMILIES[family][2], None)  # which no class loads
     assert sorted(old) == sorted(new)
     changed = {name for name in new if not torch.equal(old[name], new[name])}
     assert changed

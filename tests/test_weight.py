@@ -25,7 +25,7 @@ FOLDERS = {
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 9_300,
-    "models": 25_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
+    "models": 20_900,
     "parallel": 7_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 4_100,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
@@ -38,14 +38,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 102_200,
-    "full_finetune": 100_700,
-    "grpo": 99_400,  # 2026-11-28: new
-    "image_classification": 80_700,
-    "lora_finetune": 104_400,
-    "pretrain": 88_900,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 80_700,
-    "text_classification": 91_100,
+    "dpo": 99_800,
+    "full_finetune": 98_600,
+    "grpo": 97_800,  # 2026-11-28: new
+    "image_classification": 78_800,
+    "lora_finetune": 102_000,
+    "pretrain": 87_200,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 79_600,
+    "text_classification": 89_500,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

@@ -63,7 +63,6 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    from shared.models.generation import first_lines
     from shared.models.hub import from_hub
     from shared.models.loading import class_of
     from shared.run import launch
@@ -113,4 +112,4 @@ def main() -> None:
                     0, ids["input_ids"].shape[1] :
                 ]
             answer = tokenizer.decode(found, skip_special_tokens=True).strip()
-            print(f"--- {who}\n{first_lines(answer) if who == 'base' else answer}")
+            print(f"--- {who}\n{answer}")

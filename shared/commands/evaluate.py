@@ -38,7 +38,7 @@ DROPPED = {
 }
 DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
 SOURCES = ("train_file", "train_dir", "dataset_name")
-KEPT = {"load_in_4bit", "load_in_8bit", "lora_experts"}  # of AdapterConfig
+KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
 ONLY = {
     "max_steps": 0,
     "torch_compile": False,

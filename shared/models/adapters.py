@@ -1,13 +1,10 @@
 """LoRA adapters: making, saving and merging them; their precision; quantised bases."""
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from safetensors.torch import load_file
 from torch import nn
 
 from shared.config.options import SpeedConfig
@@ -39,24 +36,13 @@ def load_base(
     )
     options: dict[str, Any] = {"dtype": dtype}
     # These adapters begin with numbers that whole weights give.
-    whole = (
-        whole
-        or adapter.use_dora
-        or adapter.init_lora_weights != "default"
-        or bool(adapter.adapter_name_or_path)
-    )
-    if adapter.load_in_4bit or adapter.load_in_8bit:
+    whole = whole or adapter.use_dora or bool(adapter.adapter_name_or_path)
+    if adapter.load_in_4bit:
         whole = True
         sharded = accelerator.distributed_type == DistributedType.FSDP
-        if adapter.load_in_8bit and sharded:
-            raise ConfigError(
-                "--load_in_8bit cannot be sharded: use --load_in_4bit, or "
-                "accelerate_configs/ddp.yaml"
-            )
         options["device_map"] = {"": device}
-        options["quantization_config"] = _quantisation(name, adapter)(
-            load_in_4bit=adapter.load_in_4bit,
-            load_in_8bit=adapter.load_in_8bit,
+        options["quantization_config"] = _quantisation(name)(
+            load_in_4bit=True,
             llm_int8_skip_modules=not_to_quantise(name),  # for 4 bits, too
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
@@ -72,7 +58,7 @@ def load_base(
     return base
 
 
-def _quantisation(name: str, adapter: AdapterConfig) -> Any:
+def _quantisation(name: str) -> Any:
     """The class of the settings that quantise the checkpoint `name`."""
     from transformers import AutoConfig, BitsAndBytesConfig
 
@@ -80,10 +66,10 @@ def _quantisation(name: str, adapter: AdapterConfig) -> Any:
     given = getattr(config, "quantization_config", None)  # a checkpoint that is quantised already
     if given and "bitsandbytes" not in str(given):
         raise ConfigError(
-            f"{name} is quantised already, as its config.json says: drop --load_in_4bit or "
-            "--load_in_8bit, or take a copy of the model in 16 bits"
+            f"{name} is quantised already, as its config.json says: drop --load_in_4bit, or take a "
+            "copy of the model in 16 bits"
         )
-    if adapter.load_in_4bit and experts_of(config)[0] and not given:
+    if experts_of(config)[0] and not given:
         from shared.experts.quantised import ExpertsConfig
 
         return ExpertsConfig
@@ -108,10 +94,8 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUS
     with in_full_shape(base):
         model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
     attach(model)
-    if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
-        refuse_tied_embeddings(
-            model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa"
-        )
+    if adapter.merge_adapter:
+        refuse_tied_embeddings(model)
     return trained_in_fp32(model)
 
 
@@ -163,24 +147,15 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
-        init_lora_weights=True
-        if adapter.init_lora_weights == "default"
-        else adapter.init_lora_weights,
     )
-    tied = (
-        getattr(base, "get_output_embeddings", lambda: None)() if adapter.modules_to_save else None
-    )
-    embeddings: Any = base.get_input_embeddings()  # type: ignore[operator]
-    if tied is not None and tied.weight is embeddings.weight:
-        pair = [name for name, module in base.named_modules() if module in (tied, embeddings)]
-        copied = [name for name in pair if name.rpartition(".")[2] in adapter.modules_to_save]
-        if len(copied) == 1:
-            (other,) = {name.rpartition(".")[2] for name in pair if name not in copied}
-            note(
-                "warning: embedding and head share their weights, and --modules_to_save trains a "
-                "copy for one of them: "
-                f"name {other}, too, to train both"
-            )
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[operator]
+    is_tied = ends[1] is not None and ends[0].weight is ends[1].weight
+    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module in ends]
+    if is_tied and len(set(names) & set(adapter.modules_to_save)) == 1:
+        note(
+            "warning: embedding and head share their weights, and --modules_to_save trains a copy "
+            f"for one of them: name {' and '.join(names)} to train both"
+        )
     if targets.left_out:
         note(f"no adapters on {'; '.join(targets.left_out)}")
     try:
@@ -201,38 +176,6 @@ model = peft.PeftModel.from_pretrained(base, "final")
 model.generation_config = transformers.GenerationConfig.from_pretrained("final")"""
 
 
-def pissa_start(model: nn.Module, adapter: AdapterConfig) -> dict[str, torch.Tensor]:
-    """A copy of the initial adapters on the CPU if they are PiSSA's, else {}. Call before
-    training.
-    """
-    if adapter.init_lora_weights != "pissa":
-        return {}
-    return {
-        name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad
-    }
-
-
-def save_adapter(
-    folder: Path, model: Any, weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
-) -> None:
-    """Write an adapter as PEFT loads it; one that began as PiSSA's becomes an ordinary one. The
-    main rank calls this.
-
-    Args:
-        model: the PEFT model, not wrapped.
-        weights: the trained ones, as `gather_weights` returns them.
-        initial: the result of `pissa_start`.
-    """
-    if initial:
-        weights = pissa_to_lora(weights, initial)
-        lora = model.peft_config["default"]
-        lora.r = 2 * lora.r
-        lora.init_lora_weights = True
-        # the scale stays: alpha / r, with rsLoRA alpha / sqrt(r)
-        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2
-    model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-
-
 def merge(
     name: str,
     adapter: AdapterConfig,
@@ -245,58 +188,22 @@ def merge(
     """
     # one rank is here
     base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)
-    if adapter.load_in_4bit or adapter.load_in_8bit:
+    if adapter.load_in_4bit:
         base = base.dequantize()
     return merge_into(base, adapter_folder)
 
 
 def merge_into(base: nn.Module, adapter_folder: Path) -> Any:
-    """`base` with a saved adapter merged in. Raises ConfigError if PEFT would leave weights of it
-    out.
-    """
+    """`base` with a saved adapter merged in."""
     from peft import PeftModel
 
     model: Any = PeftModel.from_pretrained(base, str(adapter_folder))
-    saved = load_file(adapter_folder / "adapter_model.safetensors")
-    loaded = {key.replace(".default", ""): value for key, value in model.state_dict().items()}
-    if lost := [
-        key
-        for key, value in saved.items()
-        if re.search(r"\.lora_[AB]\.", key) and not torch.equal(loaded[key].cpu(), value)
-    ]:
-        raise ConfigError(
-            f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, "
-            f"such as {lost[0]}: not merged"
-        )
     return model.merge_and_unload()
 
 
-def pissa_to_lora(
-    weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """An adapter trained from PiSSA's start, as an ordinary one of twice the rank on the unchanged
-    base.
-
-    PiSSA subtracts the initial product from the base, so the update is B A - B0 A0 = [B, -B0] [A;
-    A0] (appendix C of arXiv 2404.02948). Other tensors pass through.
-    """
-
-    def convert(name: str, value: torch.Tensor) -> torch.Tensor:
-        if ".lora_A." in name:
-            return torch.cat([value, initial[name]], dim=0)
-        if ".lora_B." in name:
-            return torch.cat([value, -initial[name]], dim=1)
-        return value
-
-    return {name: convert(name, value) for name, value in weights.items()}
-
-
-def refuse_tied_embeddings(model: Any, why: str) -> None:
+def refuse_tied_embeddings(model: Any) -> None:
     """Refuse an adapter on a tied embedding: merged, it would change the input and the output
     matrix.
-
-    Args:
-        why: the flag that adds them.
 
     Raises:
         ConfigError: names the module.
@@ -312,8 +219,8 @@ def refuse_tied_embeddings(model: Any, why: str) -> None:
             and ends[0].weight is ends[1].weight
         ):
             raise ConfigError(
-                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's "
-                "input and output share: "
+                f"--merge_adapter adds the adapter of {name.rpartition('.')[2]} to a matrix that "
+                "the model's input and output share: "
                 "name it in --modules_to_save in place of --lora_target_modules"
             )
 

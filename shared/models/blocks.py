@@ -1,7 +1,7 @@
 """The repeated blocks of a model: checkpointing and compiling them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -136,3 +136,25 @@ def compile_images(model: nn.Module) -> None:
         raise ConfigError("under FSDP, --torch_compile takes models of equal blocks, such as a ViT")
     else:
         model.compile()
+
+
+@contextlib.contextmanager
+def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes.
+    fp8's scales depend on all tokens of a batch, so every token would affect all others."""
+    training = model.training
+    model.eval()
+    scaled = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"
+    ]
+    for module in scaled:
+        module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in scaled:
+            del module.forward
+        model.train(training)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from shared.models.counts import experts_of
-from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
 from shared.models.tokenizers import vocabulary_size
 from shared.parallel import shards
@@ -34,11 +33,6 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         ConfigError: with both numbers, or what is wrong.
     """
     text = model.config.get_text_config()
-    if getattr(text, "cross_attention_layers", None):
-        raise ConfigError(
-            f"{type(model).__name__} has blocks that only images reach: "
-            "text alone cannot train them"
-        )
     # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
     sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
     if sees_all or text.model_type in ("cpmant", "prophetnet", "xlm", "xlnet"):
@@ -47,11 +41,6 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             "(its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
-    parts = [(name, model.get_submodule(name)) for name in outer_parts(model)]
-    if frozen := [
-        name for name, part in parts if not any(p.requires_grad for p in part.parameters())
-    ]:
-        note(f"{type(model).__name__}: {', '.join(frozen)} stay as they are")
     if experts_of(text)[0]:
         if not can_balance(text):
             note(f"no loss balances the experts: there is none for {type(model).__name__}")

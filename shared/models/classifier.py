@@ -2,50 +2,61 @@
 be sharded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
 
-def keeps_its_head(config: Any, classes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    """(whether a model with this config scores these classes already, the classes in the order of
-    its scores).
-    """
-    known = config.id2label
-    if set(known.values()) != set(classes) or len(known) != len(classes):
-        return False, classes
-    return True, tuple(known[number] for number in range(len(classes)))
-
-
-def settle_head(
+def load_classifier(
+    auto_class: Any,
     name: str,
-    model: Any,
-    info: dict[str, Any],
-    head: list[nn.Module],
-    keeps_head: bool,
+    config: Any,
+    classes: tuple[str, ...],
+    heads_of: Callable[[Any], list[nn.Module]],
+    *,
     may_be_new: str = "",
-) -> None:
-    """Refuse a model whose backbone was not loaded whole, and give it a new head where it does not
-    keep its own.
+    **options: Any,
+) -> tuple[Any, tuple[str, ...]]:
+    """A classifier of these classes with the weights of `name`, fp32, and the order in which it
+    scores them.
+
+    If its labels are these classes, it keeps its head and its order. Otherwise it gets a new head,
+    also if it has as many labels with other names: the old head means other things.
 
     Args:
-        info: of `from_pretrained`.
-        head: the modules of the head.
+        config: that of `name`.
+        heads_of: gives the modules of the head.
         may_be_new: name of modules of the backbone that may be missing in the files.
+        options: of `from_pretrained`.
 
     Raises:
-        ConfigError: weights of the backbone are missing.
+        ConfigError: it cannot be loaded, or weights of its backbone are missing.
     """
+    known = config.id2label
+    keeps_head = set(known.values()) == set(classes) and len(known) == len(classes)
+    if keeps_head:
+        classes = tuple(known[number] for number in range(len(classes)))
+    name_classes(config, classes)
+    model, info = from_hub(
+        auto_class,
+        name,
+        config=config,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        dtype=torch.float32,
+        **options,
+    )
+    head = heads_of(model)
     in_head = {id(p) for module in head for p in module.parameters()}
     of_head = {key for key, p in model.named_parameters() if id(p) in in_head}
-    lost = {
-        key if isinstance(key, str) else key[0]
-        for key in [*info["missing_keys"], *info["mismatched_keys"]]
-    }
-    keeps_head = keeps_head and not lost & of_head
+    lost = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     new = {key for key in lost if may_be_new in key.split(".")}
     if of_backbone := lost - of_head - new:
         raise ConfigError(
@@ -53,30 +64,22 @@ def settle_head(
             f"shape: {min(of_backbone)}"
         )
     if new:
-        note(
-            f"{name}: its {may_be_new} has no weights in the files, so it begins anew (on resume "
-            "the checkpoint has it)"
-        )
-    if keeps_head:
+        note(f"{name}: its {may_be_new} has no weights in the files, so it begins anew")
+    if keeps_head and not lost & of_head:
         note(f"{name}: its head is kept")
-        return
+        return model, classes
     for part in (part for module in head for part in module.modules()):
         if isinstance(part, nn.Linear | nn.Conv2d):
             nn.init.trunc_normal_(part.weight, std=0.02)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-    outputs = "one number" if model.config.num_labels == 1 else f"{model.config.num_labels} classes"
+    outputs = "one number" if len(classes) == 1 else f"{len(classes)} classes"
     note(f"{name}: a new head for {outputs} (on resume the checkpoint has it)")
+    return model, classes
 
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:
-    """Put the names of the classes, and so their number, into a model's config. What it said of
-    several labels goes.
-    """
-    if config.problem_type == "multi_label_classification":
-        config.problem_type = None
-    if set(getattr(config, "thresholds", ())) != set(classes):  # of other classes
-        config.__dict__.pop("thresholds", None)
+    """Put the names of the classes, and so their number, into a model's config."""
     config.num_labels = len(classes)  # PVT's configs have a number of their own
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in config.id2label.items()}
@@ -92,21 +95,18 @@ def make_shardable(model: Any, *, of_text: bool = False) -> None:
 
     There are no embeddings to cut where they are in blocks already (BERT's), or of images.
     """
-    if not {type(module).__name__ for module in model.modules()} & set(
-        model._no_split_modules or ()
-    ):
-        lists = [
-            list(module)
-            for module in model.modules()
-            if isinstance(module, nn.ModuleList | nn.Sequential)
-        ]
+    names = {type(module).__name__ for module in model.modules()}
+    if names.isdisjoint(model._no_split_modules or ()):
+        kinds = (nn.ModuleList, nn.Sequential)
+        lists = [[*module] for module in model.modules() if isinstance(module, kinds)]
         alike = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
-        names = {
-            type(blocks[0]).__name__
-            for blocks in alike
-            if any(True for block in blocks for _ in block.parameters())
-        }
-        model._no_split_modules = sorted(names)
+        model._no_split_modules = sorted(
+            {
+                type(blocks[0]).__name__
+                for blocks in alike
+                if any([*block.parameters()] for block in blocks)
+            }
+        )
     blocks = (
         module for module in model.modules() if type(module).__name__ in model._no_split_modules
     )

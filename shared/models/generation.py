@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
 from shared.process.printing import note
@@ -40,16 +41,6 @@ def end_generation_at(model: Any, end: int | None) -> None:
     note(
         f"generation ends at the token {end}, too, which ends the turns (the "
         f"model's settings named {before})"
-    )
-
-
-def first_lines(text: str, most: int = 8) -> str:
-    """The first lines of a text, for a log: a model that has not learned yet repeats itself."""
-    lines = text.splitlines()
-    return (
-        text
-        if len(lines) <= most
-        else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
     )
 
 
@@ -109,8 +100,6 @@ def generate(
     *,
     max_new_tokens: int,
     ends: Sequence[int],
-    sample: bool = False,
-    seed: int = 0,
     draws: np.ndarray | None = None,
     beside: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> list[list[int]]:
@@ -118,7 +107,6 @@ def generate(
     token of `ends`, with it, or `max_new_tokens`.
 
     Args:
-        sample, seed: sample with draws that depend on the batch, too.
         draws: [prompts, max_new_tokens], uniform in [0, 1). Sample with these: which token each of
             them chooses depends on its row alone, and not on the batch.
         beside: gives what the model gets beside the padded rows, [prompts, longest]: images.
@@ -128,9 +116,7 @@ def generate(
     left, with the cache. Ranks may have different prompts, but every rank makes the same number of
     calls.
     """
-    training = model.training
     whole = without_adapters(extract_model_from_parallel(model))
-    model.eval()
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize
@@ -140,16 +126,12 @@ def generate(
     rows = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in fitting], device=device)
     settings = GenerationConfig(
         max_new_tokens=min(max_new_tokens, context - 1),
-        do_sample=sample,
         eos_token_id=[*ends] or None,
         pad_token_id=0,
-        top_k=0,
     )
     before = whole.generation_config
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
-    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
-        torch.manual_seed(seed)
+    with as_in_an_evaluation(model), _through(model, whole):
         found = whole.generate(
             rows,
             attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
@@ -159,7 +141,6 @@ def generate(
             **({} if beside is None else beside(rows)),
         )
     whole.generation_config = before
-    model.train(training)
     answers = found[:, longest:].tolist()
     lengths = [next((i for i, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in answers]
     return [ids[:length] for ids, length in zip(answers, lengths, strict=True)]
@@ -170,14 +151,17 @@ def continuations(
     tokenizer: Any,
     prompts: list[list[int]],
     *,
+    max_new_tokens: int,
     end: int | None = None,
-    **options: Any,
+    sample: bool = False,
+    seed: int = 0,
 ) -> list[str]:
     """Texts of `generate`, which end at the end-of-text token or the token `end`. Every rank calls
     this.
     """
+    draws = np.random.default_rng(seed).random((len(prompts), max_new_tokens)) if sample else None
     ends = ends_of(tokenizer, end)
-    found = generate(model, prompts, ends=ends, **options)
+    found = generate(model, prompts, ends=ends, max_new_tokens=max_new_tokens, draws=draws)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
 
 

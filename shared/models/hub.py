@@ -20,7 +20,6 @@ from shared.process.errors import (
     is_of_the_network,
     is_out_of_memory,
 )
-from shared.process.files import NOT_REGULAR
 from shared.process.printing import note, print_main
 
 _AN_ADAPTER = (
@@ -54,28 +53,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         and os.path.isfile(os.path.join(name, "adapter_config.json"))
     ):
         raise ConfigError(_AN_ADAPTER.format(name=name))
-    if str(name).endswith(".gguf") or (is_folder and of_weights and _is_gguf_alone(Path(name))):
-        raise ConfigError(
-            f"{name}: GGUF weights, which are made for inference: take the safetensors that they "
-            "were made from, mostly "
-            "the repository of the same name without -GGUF"
-        )
-    if os.path.isfile(name):
-        raise ConfigError(
-            f"{name}: a file; a model is given as the folder that holds its config.json and weights"
-        )
-    if str(name).startswith(("/", ".")) and not is_folder:
-        raise ConfigError(f"{name}: no such folder")
-    if is_folder:
-        if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(
-            os.path.join(name, "final")
-        ):
-            raise ConfigError(
-                f"{name}: a run's folder; what it trained is in {os.path.join(name, 'final')}"
-            )
-        _refuse_damaged(Path(name))
-        if of_weights or first is not None:
-            _refuse_pickles(Path(name))
+    final = os.path.join(name, "final")
+    if os.path.isdir(final) and not os.path.exists(os.path.join(name, "config.json")):
+        raise ConfigError(f"{name}: a run's folder; what it trained is in {final}")
+    if is_folder and (of_weights or first is not None):
+        _refuse_pickles(Path(name))
     # PEFT's classes take the base model first
     arguments = [str(name)] if first is None else [first, str(name)]
     if first is None:
@@ -103,8 +85,6 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
                 "it needs code of its own, which is never run here: take an "
                 "architecture that transformers has"
             )
-        elif reason.endswith(":"):
-            reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: {reason}") from error
     if auto_class.__name__ == "AutoConfig":
         _refuse_weights_elsewhere(loaded, name)
@@ -162,35 +142,6 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
         raise ConfigError(
             f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _refuse_damaged(folder: Path) -> None:
-    """Raise a ConfigError that names the damaged file of a model's folder: its loader's own error
-    may not.
-    """
-    from safetensors import safe_open
-
-    for file in folder.iterdir():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ConfigError(f"{file}: {NOT_REGULAR}")
-    descriptions = sorted(folder.glob("*.json"))
-    if not descriptions:
-        raise ConfigError(f"{folder}: no model in the format of the Hub, there is no config.json")
-    for file in (*descriptions, *sorted(folder.glob("*.safetensors"))):
-        try:
-            if file.suffix == ".json":
-                json.loads(file.read_text(encoding="utf-8"))
-            else:
-                with safe_open(file, framework="pt"):
-                    pass
-        except Exception as error:  # safetensors' own type is not public
-            raise ConfigError(
-                f"{file}: damaged, not valid {file.suffix[1:]} ({first_line(error)})"
-            ) from None
-
-
-def _is_gguf_alone(folder: Path) -> bool:
-    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
 def _refuse_pickles(folder: Path) -> None:

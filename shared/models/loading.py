@@ -5,7 +5,6 @@ weights then fit the checkpoint as others load it. Its towers of images and soun
 """
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,15 +14,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
 from shared.models.hub import attention_option, file_of, from_hub
 from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
-from shared.process.printing import note
 
 # What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own
 # files.
@@ -125,19 +121,15 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """
     for pattern in patterns:
         try:
-            found = [
-                parameter
-                for name, parameter in model.named_parameters()
-                if re.search(pattern, name)
-            ]
+            weights = [p for name, p in model.named_parameters() if re.search(pattern, name)]
         except re.error as error:
             raise ConfigError(f"--freeze {pattern}: no regular expression: {error}") from None
-        if not found:
+        if not weights:
             some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
             raise ConfigError(
                 f"--freeze {pattern}: found in the name of no weight; they are {some}, ..."
             )
-        for parameter in found:
+        for parameter in weights:
             parameter.requires_grad_(False)
 
 
@@ -165,14 +157,14 @@ def save_causal_lm(
     Args:
         model: not wrapped; its config and generation settings are written.
         weights: as `gather_weights` returns them, in `dtype`.
-        base: the checkpoint that training began from: what its class did not load is added.
+        base: the checkpoint that training began from, whose processor's files are added.
     """
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = dtype  # save_pretrained notes that of the weights in training
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if base:
-        save_what_text_does_not_reach(base, model, folder)
+        copy_processor(base, folder)
 
 
 def copy_processor(name: str, folder: Path) -> None:
@@ -180,52 +172,3 @@ def copy_processor(name: str, folder: Path) -> None:
     for file in OF_PROCESSORS:
         if found := file_of(name, file):
             shutil.copyfile(found, folder / file)
-
-
-def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
-    """Add to a saved model what its class did not load from the checkpoint `name`. Call it on one
-    rank.
-
-    These are the files of its processor, and weights that transformers ignores, such as layers that
-    predict several tokens (multi-token prediction), which others serve from the same checkpoint.
-    """
-    copy_processor(name, folder)
-    ignored = [
-        re.compile(pattern)
-        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    if not ignored:
-        return
-    index = folder / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-    if not places:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            places = dict.fromkeys(file.keys(), "model.safetensors")
-    left: dict[str, Any] = {}
-    for path in _weight_files(name):
-        with safe_open(path, "pt") as file:
-            names = [*file.keys()]
-            keys = [k for k in names if k not in places and any(p.search(k) for p in ignored)]
-            left |= {key: file.get_tensor(key) for key in keys}
-    if left:
-        file_name = "model-not-loaded.safetensors"
-        save_file(left, folder / file_name, metadata={"format": "pt"})
-        weight_map = places | dict.fromkeys(left, file_name)
-        total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        index.write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        )
-        note(
-            f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, "
-            f"such as {min(left)}"
-        )
-
-
-def _weight_files(name: str) -> list[str]:
-    index = file_of(name, "model.safetensors.index.json")
-    names = (
-        set(json.loads(Path(index).read_text())["weight_map"].values())
-        if index
-        else {"model.safetensors"}
-    )
-    return [found for file in sorted(names) if (found := file_of(name, file))]

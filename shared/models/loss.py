@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.data.order import IGNORED
 from shared.models.attention import forward_rows
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
@@ -363,8 +364,7 @@ class FusedHead:
             dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix))
         )
         size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
-        # of more copies of the logits
-        size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))
+        size = max(1, size)
         # no fp32 copy
         size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1
         size -= size % 128 if size > 128 else 0  # a multiple of the tile size
@@ -398,8 +398,7 @@ def measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -
     """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it
     leaves them as they are.
 
-    The head is made to return known numbers in fp64. The model's logits show factor, cap, and a
-    cast to fp32.
+    The head is made to return known numbers in fp64. The model's logits show factor and cap.
 
     Raises:
         ValueError: the model computes something else, or a trained weight takes part.
@@ -422,10 +421,9 @@ def measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -
         logits = forward_rows(model, batch).logits
     small, one, large = logits.flatten()[:3].tolist()
     is_capped = abs(large) < 1e20
-    is_fp32 = logits.dtype == torch.float32
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        x = x.float() if is_fp32 else x
+        x = x.float()
         return torch.tanh(x * (small / KNOWN_LOGITS[0] / large)) * large if is_capped else x * one
 
     same = logits.shape == known[0].shape and torch.allclose(
@@ -456,13 +454,9 @@ def fuse_head(
         accelerator.device
     )
     labels[0, 3] = IGNORED
-    training = model.training
-    model.eval()
     trial = {"input_ids": tokens, "labels": labels}
     summary = "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
-    # Compiled blocks must not see these few tokens: they would specialise on the size of their
-    # first input.
-    with torch.compiler.set_stance("force_eager"):
+    with as_in_an_evaluation(model):
         plain = causal_lm_loss(model, trial)
         try:
             function = measure_head(model, whole, trial)
@@ -478,5 +472,4 @@ def fuse_head(
             model.fused_head = None
         finally:
             end_step(model)
-            model.train(training)
     return summary

@@ -2,8 +2,7 @@
 flag answer at once.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 from shared.config.types import BelowOne, Count, Free
 from shared.process.errors import ConfigError
@@ -62,9 +61,6 @@ class AdapterConfig:
     use_rslora: bool = False
     # Learn magnitude and direction apart.
     use_dora: bool = False
-    # Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter
-    # of rank 2r).
-    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
     # Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new
     # ones are refused.
     adapter_name_or_path: str | None = None
@@ -72,22 +68,6 @@ class AdapterConfig:
     merge_adapter: Free[bool] = False
     # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
     load_in_4bit: bool = False
-    # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait
-    # for the GPU.
-    load_in_8bit: bool = False
-
-    def __post_init__(self) -> None:
-        if self.load_in_4bit and self.load_in_8bit:
-            raise ConfigError(
-                "--load_in_4bit and --load_in_8bit both quantise the base: drop one of them"
-            )
-        if self.init_lora_weights == "pissa" and (
-            self.load_in_4bit or self.load_in_8bit or self.use_dora
-        ):
-            raise ConfigError(
-                "--init_lora_weights pissa changes the base weights: not with "
-                "a quantised base, nor DoRA"
-            )
 
     def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:
         """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new
@@ -99,15 +79,12 @@ class AdapterConfig:
         Raises:
             ConfigError: names the flags.
         """
-        of_new_ones = (
-            "lora_r lora_alpha lora_dropout lora_target_modules lora_experts "
-            "modules_to_save use_rslora use_dora"
-        )
-        of_new_ones += " init_lora_weights"
+        of_both = {"adapter_name_or_path", "merge_adapter", "load_in_4bit"}
         given = [
-            f"--{name}"
-            for name in of_new_ones.split()
-            if getattr(self, name) != getattr(defaults, name)
+            f"--{field.name}"
+            for field in fields(self)
+            if field.name not in of_both
+            and getattr(self, field.name) != getattr(defaults, field.name)
         ]
         if given and self.adapter_name_or_path:
             raise ConfigError(

@@ -1,11 +1,9 @@
 """Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them
-(PipeDream-Flush's 1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own
-schedules."""
+(PipeDream-Flush's 1F1B, arXiv 2006.09503), on PyTorch's own schedule."""
 
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +12,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_mask
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.loss import can_balance, measure_head
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
@@ -81,15 +80,9 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         ConfigError: this model cannot be cut.
     """
     name = type(model).__name__
-    training = model.training
-    attention = model.config._attn_implementation
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
-    is_flash = str(attention).startswith("flash")  # for a GPU alone, and the model is not there yet
-    if is_flash:
-        model.set_attn_implementation("sdpa")
     try:
-        model.eval()
-        with torch.compiler.set_stance("force_eager"):
+        with as_in_an_evaluation(model):
             logits_of = measure_head(model, model, {"input_ids": x}) or nn.Identity()
             whole = model(input_ids=x, use_cache=False).logits
             for number in range(len(cuts) - 1):
@@ -100,10 +93,6 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         if is_out_of_memory(problem):
             raise
         why = first_line(problem)
-    finally:
-        if is_flash:
-            model.set_attn_implementation(attention)
-        model.train(training)
     if why:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "
@@ -113,7 +102,7 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
 
 
 class Pipeline:
-    """This rank's stages of `model`, and the schedule that passes micro-batches through all of
+    """This rank's stage of `model`, and the schedule that passes micro-batches through all of
     them. Every rank makes one.
 
     Ranks next to each other hold the stages of one model; groups of them read different data.
@@ -123,7 +112,6 @@ class Pipeline:
     Args:
         model: a causal language model of transformers, whole, on every rank.
         ranks: that hold one model's stages.
-        stages_per_rank: above 1 the schedule is interleaved.
         micro_batches: of one optimizer step.
 
     Raises:
@@ -136,7 +124,6 @@ class Pipeline:
         model: Any,
         *,
         ranks: int,
-        stages_per_rank: int,
         micro_batches: int,
     ) -> None:
         kind = accelerator.distributed_type
@@ -175,15 +162,13 @@ class Pipeline:
                 "the first and the last stage cannot share embeddings: the model has "
                 "tie_word_embeddings"
             )
-        stages = ranks * stages_per_rank
         blocks = len(decoder.layers)
-        if blocks < stages:
-            raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
-        if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
+        if blocks < ranks:
+            raise ConfigError(f"{blocks} blocks cannot make {ranks} pipeline stages")
+        if micro_batches < ranks:
             raise ConfigError(
                 f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a "
                 f"--global_batch_size so that there are at least {ranks}"
-                + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
             )
         mesh = init_device_mesh(
             accelerator.device.type,
@@ -196,33 +181,21 @@ class Pipeline:
         self.device = accelerator.device
         self.micro_batches = micro_batches
         self.scale = 1.0
-        rank = dist.get_rank(self.group)
-        cuts = [blocks * i // stages for i in range(stages + 1)]
+        number = dist.get_rank(self.group)
+        cuts = [blocks * i // ranks for i in range(ranks + 1)]
         self.logits_of = try_stages(model, cuts)
-        mine = [rank + ranks * i for i in range(stages_per_rank)]
-        self.has_first = 0 in mine
-        self.has_last = stages - 1 in mine
-        self.parts = [
-            _Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine
-        ]
-        self.stages: list[Any] = [
-            PipelineStage(part, number, stages, self.device, group=self.group)
-            for part, number in zip(self.parts, mine, strict=True)
-        ]
-        owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
-        decoder.layers = nn.ModuleList(
-            block if i in owned else _Through() for i, block in enumerate(decoder.layers)
-        )
-        if not self.has_first:
+        self.is_first = number == 0
+        self.is_last = number == ranks - 1
+        self.part = _Stage(model, cuts, number, accelerator.autocast).to(self.device)
+        decoder.layers = self.part.decoder.layers
+        if not self.is_first:
             model.set_input_embeddings(_Through())
-        if not self.has_last:
+        if not self.is_last:
             decoder.norm = _Through()
             model.set_output_embeddings(_Through())
-        schedule: Any = partial(Schedule1F1B, self.stages[0])
-        if stages_per_rank > 1:
-            schedule = partial(ScheduleInterleaved1F1B, self.stages)
-        self.schedule = schedule(
-            n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
+        stage = PipelineStage(self.part, number, ranks, self.device, group=self.group)
+        self.schedule = Schedule1F1B(
+            stage, n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -241,8 +214,8 @@ class Pipeline:
         batches = batches + [filling] * (
             self.micro_batches - len(batches)
         )  # which counts for nothing
-        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.has_first else ()
-        target = torch.cat([batch["labels"] for batch in batches]) if self.has_last else None
+        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.is_first else ()
+        target = torch.cat([batch["labels"] for batch in batches]) if self.is_last else None
         losses: list[torch.Tensor] = []
         run(*inputs, target=target, losses=losses)
         total = (
@@ -265,9 +238,7 @@ class Pipeline:
         self.scale = scale
         loss = self._pass(self.schedule.step, batches)
         if self.readers > 1:
-            for gradient in [
-                p.grad for part in self.parts for p in part.parameters() if p.grad is not None
-            ]:
+            for gradient in [p.grad for p in self.part.parameters() if p.grad is not None]:
                 dist.all_reduce(gradient, group=self.data_group)
                 gradient /= self.readers
         return loss
@@ -276,14 +247,7 @@ class Pipeline:
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         """The summed loss of micro-batches, without gradients. Every rank calls this."""
         self.scale = 1.0
-        for part in self.parts:
-            part.eval()
+        self.part.eval()
         loss = self._pass(self.schedule.eval, batches)
-        for part in self.parts:
-            part.train()
-        for stage in self.stages:  # PyTorch 2.11 receives without gradients once it has evaluated
-            for received in stage.args_recv_info.values():
-                for info in received:
-                    if isinstance(getattr(info, "buffer", None), torch.Tensor):
-                        info.buffer.requires_grad_(True)
+        self.part.train()
         return loss

@@ -11,7 +11,8 @@ from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
 from shared.data.stretches import cut, own_part
 from shared.models.attention import forward_rows
-from shared.models.isolation import FP32_ERROR, MAX_ERROR, as_in_an_evaluation, relative_error
+from shared.models.blocks import as_in_an_evaluation
+from shared.models.isolation import FP32_ERROR, MAX_ERROR, relative_error
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
@@ -52,7 +53,6 @@ class SequenceParallel(Strategy):
         # The loss is of whole rows, its gradient of this rank's tokens, and reduction averages.
         super().backward(loss, scale * ranks.sequence_ranks())
 
-    @torch.no_grad()
     def require_equal_logits(self, model: Any) -> None:
         """Compare the logits of divided rows, of one document and of two, with those of whole rows.
         Every rank calls this, with the prepared model.
@@ -60,46 +60,47 @@ class SequenceParallel(Strategy):
         Raises:
             ConfigError: they differ, or would in longer rows than those of the trial.
         """
+        # the first rank's part may be right where those of others are not
+        if why := next(filter(None, gather_object([self._why_not(model)])), ""):
+            kind = type(without_adapters(self.accelerator.unwrap_model(model))).__name__
+            raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
+
+    @torch.no_grad()
+    def _why_not(self, model: Any) -> str:
         whole: Any = without_adapters(self.accelerator.unwrap_model(model))
         config = whole.config.get_text_config()
-        kind = type(whole).__name__
         count = ranks.sequence_ranks()
-        why = ""
         if config._attn_implementation != "sdpa":
-            why = f"its attention is {config._attn_implementation}, not sdpa"
+            return f"its attention is {config._attn_implementation}, not sdpa"
         parameters = str(getattr(config, "rope_parameters", None) or {})
         for name in LENGTH_DEPENDENT:
             if f"'{name}'" in parameters:
-                why = f"its {name} positions depend on a row's length"
+                return f"its {name} positions depend on a row's length"
         if getattr(config, "attn_temperature_tuning", False):  # by the local place
-            why = "its attention is scaled by a token's place in the row"
+            return "its attention is scaled by a token's place in the row"
         if parts_that_choose(whole):
-            why = "it chooses the tokens that it sees from the whole row"
-        if not why:
-            generator = torch.Generator().manual_seed(0)
-            tokens = torch.randint(0, config.vocab_size, (2, 8 * count), generator=generator)
-            one = {"input_ids": tokens, "labels": tokens}
-            positions = torch.arange(8 * count).expand(2, -1) % (4 * count + 1)
-            bounds = torch.from_numpy(cu_seqlens_of(positions.numpy()))
-            two = one | {"position_ids": positions, "cu_seqlens": bounds}
-            try:
-                with as_in_an_evaluation(model):
-                    errors = [self._error(model, batch) for batch in (one, two)]
-            except ConfigError:
+            return "it chooses the tokens that it sees from the whole row"
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, config.vocab_size, (2, 8 * count), generator=generator)
+        one = {"input_ids": tokens, "labels": tokens}
+        positions = torch.arange(8 * count).expand(2, -1) % (4 * count + 1)
+        bounds = torch.from_numpy(cu_seqlens_of(positions.numpy()))
+        two = one | {"position_ids": positions, "cu_seqlens": bounds}
+        try:
+            with as_in_an_evaluation(model):
+                errors = [self._error(model, batch) for batch in (one, two)]
+        except ConfigError:
+            raise
+        except Exception as error:  # a model may raise anything
+            if is_out_of_memory(error):
                 raise
-            except Exception as error:  # a model may raise anything
-                if is_out_of_memory(error):
-                    raise
-                why = first_line(error)
-            else:
-                in_16_bits = self.accelerator.mixed_precision != "no"
-                in_16_bits |= next(whole.parameters()).dtype.itemsize == 2
-                limit = 4 * MAX_ERROR if in_16_bits else FP32_ERROR
-                if not all(error < limit for error in errors):  # NaN is in no order
-                    why = "its logits differ from those of whole rows, as with recurrent layers"
-        # the first rank's part may be right where those of others are not
-        if why := next(filter(None, gather_object([why])), ""):
-            raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
+            return first_line(error)
+        in_16_bits = self.accelerator.mixed_precision != "no"
+        in_16_bits |= next(whole.parameters()).dtype.itemsize == 2
+        limit = 4 * MAX_ERROR if in_16_bits else FP32_ERROR
+        if all(error < limit for error in errors):  # NaN is in no order
+            return ""
+        return "its logits differ from those of whole rows, as with recurrent layers"
 
     def _error(self, model: Any, batch: dict[str, torch.Tensor]) -> float:
         expected, found = (

@@ -18,7 +18,6 @@ from shared.models.hub import from_architecture, from_hub
 from shared.models.loading import class_of, outer_parts, parts_that_choose
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from shared.process.printing import note
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,6 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     for name in [*as_module, *by_parameter]:
         if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
             reasons[name] = "PEFT would not load them"
-    in_16_bits = [
-        name for name in fused if not hasattr(modules[name.rpartition(".")[0]], "quant_states")
-    ]
-    if in_16_bits and (adapter.load_in_4bit or adapter.load_in_8bit):
-        size = sum(parameters[name].numel() for name in in_16_bits)
-        why = "--load_in_4bit" if adapter.load_in_8bit else "no option"
-        note(f"the fused experts, {size:,} parameters, stay in 16 bits: {why} quantises them")
     targets = [name for name in by_parameter if not reasons[name]]
     left_out = {
         reason: [name for name in reasons if reasons[name] == reason]
@@ -123,9 +115,9 @@ def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -
     """
     if name in fused and not adapter.lora_experts:
         return "--no_lora_experts"
-    if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
-        return "not with --lora_dropout, --use_dora or --init_lora_weights pissa"
-    if name not in fused and (adapter.load_in_4bit or adapter.load_in_8bit):
+    if adapter.lora_dropout or adapter.use_dora:
+        return "not with --lora_dropout or --use_dora"
+    if name not in fused and adapter.load_in_4bit:
         return "quantised"
     return ""
 
@@ -158,20 +150,12 @@ def describe(model: nn.Module) -> str:
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            names = name.split(".")
-            place = next(
-                (
-                    i
-                    for i, part in enumerate(names)
-                    if part.startswith("lora_") or part == "modules_to_save"
-                ),
-                -1,
-            )
-            holder: Any = model.get_submodule(".".join(names[:place]))
-            part = next(n for n in reversed(names[:place]) if n != "base_layer")
-            counts[f"{part}.{p}" if (p := getattr(holder, "parameter_name", "")) else part] += (
-                parameter.numel()
-            )
+            place = re.split(r"\.lora_|\.modules_to_save", name)[0]
+            names = [place.replace(".base_layer", "").rpartition(".")[2]]
+            # PEFT's wrapper of a weight that is no layer of its own
+            if weight := getattr(model.get_submodule(place), "parameter_name", ""):
+                names.append(weight)
+            counts[".".join(names)] += parameter.numel()
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from shared.experts.products import use_launch_precision
-from shared.models.classifier import keeps_its_head, name_classes, settle_head
+from shared.models.classifier import load_classifier
 from shared.models.hub import from_hub
 
 
@@ -37,19 +36,16 @@ def load_text_classifier(
         ConfigError: it cannot be loaded, or weights of its backbone are missing. A pooler may be.
     """
     config = from_hub(AutoConfig, name)
-    keeps_head, classes = keeps_its_head(config, classes)
-    name_classes(config, classes)
     config.problem_type = problem_type
-    if problem_type != "multi_label_classification":
-        config.__dict__.pop("thresholds", None)
     config.get_text_config().pad_token_id = pad_token_id
-    any_head = {
-        "ignore_mismatched_sizes": True,
-        "output_loading_info": True,
-        "dtype": torch.float32,
-    }
-    load = AutoModelForSequenceClassification
-    model, info = from_hub(load, name, config=config, use_safetensors=True, **any_head, **options)
+    model, classes = load_classifier(
+        AutoModelForSequenceClassification,
+        name,
+        config,
+        classes,
+        lambda model: [*text_heads(model).values()],
+        may_be_new="pooler",
+        **options,
+    )
     use_launch_precision(model)
-    settle_head(name, model, info, [*text_heads(model).values()], keeps_head, may_be_new="pooler")
     return model, classes

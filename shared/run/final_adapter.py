@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shared.models import adapters
 from shared.models.card import load_line, usage
 from shared.models.generation import end_generation_at
-from shared.models.loading import copy_processor, save_what_text_does_not_reach
+from shared.models.loading import copy_processor
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -20,7 +19,6 @@ def save_adapter(
     run: Run,
     model: nn.Module,
     tokenizer: Any,
-    initial: dict[str, torch.Tensor],
     *,
     about: str,
     end: int | None,
@@ -29,7 +27,6 @@ def save_adapter(
     this.
 
     Args:
-        initial: see `adapters.pissa_start`.
         about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
@@ -41,7 +38,7 @@ def save_adapter(
     whole = run.unwrap(model)
     end_generation_at(whole, end)  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
-        adapters.save_adapter(folder, whole, weights, initial)
+        whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_processor(name, folder)
@@ -57,7 +54,7 @@ def save_adapter(
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            save_what_text_does_not_reach(name, merged, folder)
+            copy_processor(name, folder)
             title = f"{Path(name).name} with a LoRA adapter merged in"
             load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
             card = run.card(title, about, load=load, base_model=name)

@@ -31,7 +31,7 @@ def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig) -> st
     return prepared.fingerprint(
         weights=identity_of_weights(name, model),
         adapter=given and identity_of_weights(given, files="adapter_model.safetensors"),
-        quantised=[adapter.load_in_4bit, adapter.load_in_8bit],
+        quantised=adapter.load_in_4bit,
     )
 
 

@@ -49,7 +49,6 @@ def save_tuned(
     run: Run,
     model: nn.Module,
     tokenizer: Any,
-    initial: dict[str, torch.Tensor],
     *,
     title: str,
     about: str,
@@ -59,10 +58,10 @@ def save_tuned(
 
     Args:
         title: of the card of a whole model, after its name.
-        initial, about, end: see `final_adapter.save_adapter`.
+        about, end: see `final_adapter.save_adapter`.
     """
     if not run.config.full:
-        save_adapter(run, model, tokenizer, initial, about=about, end=end)
+        save_adapter(run, model, tokenizer, about=about, end=end)
         return
     name = run.config.model_name_or_path
     title = f"{Path(name).name}, {title}"

@@ -471,8 +471,6 @@ def test_the_default_cadence_is_that_of_a_demo_in_a_short_run_and_a_share_of_a_l
         ("pretrain", "--config_name a --model_name_or_path b", "--config_name and --model_name_or_path"),
         ("pretrain", "--max_tokens 10 --max_steps 1", "--max_tokens and --max_steps"),
         ("pretrain", "--seq_length 0", "--seq_length must be at least"),
-        ("lora_finetune", "--load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit"),
-        ("lora_finetune", "--init_lora_weights pissa --use_dora", "--init_lora_weights pissa"),
         ("lora_finetune", "--lora_r 0", "--lora_r must be at least 1"),
         ("image_classification", "--eval_steps 0", "--eval_steps must be above 0, not 0"),
     ],

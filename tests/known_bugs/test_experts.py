@@ -87,4 +87,4 @@ def test_a_pipeline_does_not_leave_the_balancing_loss_out_in_silence(architectur
     config = ModelConfig(config_name=str(architecture))
     model = build_causal_lm(config, AutoTokenizer.from_pretrained(tiny_model), **options)
     with pytest.raises(ConfigError, match="leaves out the loss that balances experts"):
-        Pipeline(Accelerator(cpu=True), model, ranks=2, stages_per_rank=1, micro_batches=2)
+        Pipeline(Accelerator(cpu=True), model, ranks=2, micro_batches=2)

@@ -138,7 +138,7 @@ def test_an_average_begins_at_the_resumed_weights(trained, tmp_path):
 CHANGES = {
     "lora_r": 2, "lora_alpha": 8, "lora_dropout": 0.1, "use_rslora": True, "use_dora": True,
     "learning_rate": 1e-3, "warmup_steps": 2, "lr_scheduler_type": "constant", "weight_decay": 0.3, "optim": "muon",
-    "ema_decay": 0.9, "seed": 3, "max_grad_norm": 0.5, "global_batch_size": 4, "neftune_noise_alpha": 5.0,
+    "ema_decay": 0.9, "seed": 3, "max_grad_norm": 0.5, "global_batch_size": 4,
 }  # fmt: skip
 
 

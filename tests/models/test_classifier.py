@@ -30,7 +30,6 @@ from shared.models import classifier, image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import heads
 from shared.models.image_classifier import load_pretrained
-from shared.models.resolution import resample
 from shared.process.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")
@@ -160,29 +159,20 @@ def test_a_backbone_with_missing_weights_is_refused_by_name(tmp_path, damage):
 # Resolution ----------------------------------------------------------------------------------------------------------
 
 
-def test_position_embeddings_are_resampled_as_timm_does():
-    layers = pytest.importorskip("timm.layers")
-    embeddings = torch.randn(1, 2 + 16, 8)
-    expected = layers.resample_abs_pos_embed(embeddings, [6, 6], [4, 4], num_prefix_tokens=2)
-    torch.testing.assert_close(resample(embeddings, 2 + 36, 36), expected)
-
-
-@pytest.mark.parametrize("name", ["vit", "timm"])
-def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, capsys):
+def test_a_timm_model_of_one_size_takes_another_and_is_saved_with_it(tmp_path):
     """All but the position embeddings stays, and what is saved is loaded by transformers as it was."""
-    config = architecture("vit")
-    if name == "timm":
-        pytest.importorskip("timm")
-        from transformers import TimmWrapperConfig
+    pytest.importorskip("timm")
+    from transformers import TimmWrapperConfig
 
-        options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
-        config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
-        classifier.name_classes(config, CLASSES)
+    options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
+    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
+    classifier.name_classes(config, CLASSES)
     torch.manual_seed(0)
     made = AutoModelForImageClassification.from_config(config)
     made.save_pretrained(tmp_path / "32")
+    same, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=32)
+    assert all(torch.equal(value, made.state_dict()[key]) for key, value in same.state_dict().items())
     model, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=48)
-    assert "the position embeddings are resampled for images of 48 x 48 pixels" in capsys.readouterr().err
     before, after = made.state_dict(), model.state_dict()
     (changed,) = (key for key, value in after.items() if not torch.equal(value, before.get(key, value[:0])))
     assert "pos" in changed and after[changed].shape[1] == 1 + 36
@@ -190,15 +180,7 @@ def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, 
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "48").eval()
     images = torch.randn(2, 3, 48, 48)
     with torch.no_grad():
-        torch.testing.assert_close(again(pixel_values=images).logits, model(pixel_values=images).logits)
-
-
-def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
-    config = architecture("vit")
-    config.image_size = [32, 32]  # as no repository of the Hub has it
-    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48"):
-        load_pretrained(str(tmp_path), CLASSES, image_size=48)
+        torch.testing.assert_close(again(pixel_values=images).logits, model.eval()(pixel_values=images).logits)
 
 
 # Freezing ------------------------------------------------------------------------------------------------------------
@@ -457,36 +439,3 @@ def test_draws_are_shares_from_the_beta_asked_for(mixup, cutmix, cuts):
             assert shares.mean().item() == pytest.approx(0.5, abs=0.04)
             assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.12)  # of Beta(alpha, alpha)
     assert draws[:, 2:].mean(0).tolist() == pytest.approx([0.5, 0.5], abs=0.03)
-
-
-# Export --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_the_exported_model_says_what_the_model_says(name, tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model = make(name).eval()
-    model.save_pretrained(tmp_path)
-    assert image_classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
-    assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    torch.manual_seed(1)
-    for size in (1, 5):
-        images = torch.randn(size, 3, 32, 32)
-        (logits,) = session.run(["logits"], {"pixel_values": images.numpy()})
-        with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("message", ["two\nlines", "", "colours: \x1b[96mstep 2/3\x1b[0m"])
-def test_an_export_that_fails_is_a_line(tmp_path, monkeypatch, message):
-    make("resnet").save_pretrained(tmp_path)
-
-    def fail(*_, **__):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    line = image_classifier.export_onnx(tmp_path, 32)
-    assert line.startswith("warning: model.onnx could not be written (")
-    assert line.isprintable()

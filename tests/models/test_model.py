@@ -33,7 +33,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import add_adapters, pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
+from shared.models.adapters import add_adapters, refuse_tied_embeddings, trained_in_fp32
 from shared.models.blocks import (
     compile_blocks,
     compile_images,
@@ -43,7 +43,7 @@ from shared.models.blocks import (
 from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
-from shared.models.generation import continuations, end_generation_at, first_lines, generate
+from shared.models.generation import continuations, end_generation_at, generate
 from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
 from shared.models.loading import class_of, outer_parts
 from shared.models.loss import causal_lm_loss
@@ -306,24 +306,6 @@ def test_adapters_keep_no_copy_of_their_input_in_fp32_and_learn_the_same(dora):
         assert torch.equal(one, other)
 
 
-def test_a_pissa_adapter_becomes_an_ordinary_one_of_twice_the_rank():
-    torch.manual_seed(0)
-    a, a0, b, b0 = torch.randn(3, 7), torch.randn(3, 7), torch.randn(5, 3), torch.randn(5, 3)
-    head = torch.randn(2, 2)
-    names = {
-        "x.lora_A.default.weight": (a, a0),
-        "x.lora_B.default.weight": (b, b0),
-        "head.weight": (head, torch.randn(2, 2)),
-    }
-    weights = {name: now for name, (now, _) in names.items()}
-    converted = pissa_to_lora(weights, {name: start for name, (_, start) in names.items()})
-    new_a, new_b = converted["x.lora_A.default.weight"], converted["x.lora_B.default.weight"]
-    assert (new_a.shape, new_b.shape) == ((6, 7), (5, 6))
-    torch.testing.assert_close(new_b @ new_a, b @ a - b0 @ a0)
-    assert converted["head.weight"] is head
-    assert weights["x.lora_A.default.weight"] is a
-
-
 # Measured ------------------------------------------------------------------------------------------------------------
 
 
@@ -539,13 +521,6 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("lines", [8, 9])
-def test_a_long_text_is_shortened_for_a_log(lines):
-    text = "\n".join("#" * lines)
-    shown = first_lines(text)
-    assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
-
-
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": VOCAB}
 
 
@@ -590,9 +565,9 @@ def test_adapters_are_not_added_to_what_input_and_output_share(tied, target):
     adapted = get_peft_model(llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
     if tied and target != "q_proj":
         with pytest.raises(ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"):
-            refuse_tied_embeddings(adapted, "--merge_adapter")
+            refuse_tied_embeddings(adapted)
     else:
-        refuse_tied_embeddings(adapted, "--merge_adapter")
+        refuse_tied_embeddings(adapted)
 
 
 def test_frozen_weights_are_told_apart(tmp_path):

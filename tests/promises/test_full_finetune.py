@@ -7,12 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.data.order import IGNORED
-from shared.models.neftune import document_lengths, noisy_embeddings
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
-from shared.text.packing import collate_packed, collate_padded
-from tests.conftest import Run, make_model, run, run_here, slow
+from tests.conftest import make_model, run, run_here, slow
 from tests.plain_loop import padded_chats
 
 
@@ -120,38 +117,6 @@ def test_continues_into_lora_and_back(base, tiny_model, tmp_path):
     small = run("full_finetune", tmp_path / "bf16", *base, "--max_steps", 1, "--final_dtype", "bf16")
     assert {value.dtype for value in small.weights().values()} == {torch.bfloat16}
     assert json.loads((small.folder / "final/config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_noise_on_embeddings_depends_on_each_documents_length_alone(tiny_model):
-    rows = [{"input_ids": torch.arange(n) + 1, "labels": torch.arange(n) + 2} for n in (5, 11)]
-    rows = [{key: value.numpy() for key, value in row.items()} for row in rows]
-    joined = {key: torch.cat([torch.tensor(row[key]) for row in rows]).numpy() for key in rows[0]}
-    joined["position_ids"] = torch.cat([torch.arange(5), torch.arange(11)]).numpy()
-    packed, padded = collate_packed([joined], multiple_of=8), collate_padded(rows, multiple_of=16)
-    assert document_lengths(packed).tolist() == [[5] * 5 + [11] * 11]
-    assert [row[:5] for row in document_lengths(padded).tolist()] == [[5] * 5, [11] * 5]
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    embed, width = model.get_input_embeddings(), model.config.hidden_size
-    plain = embed(padded["input_ids"])
-    with noisy_embeddings(model, padded, 5.0):
-        noise = embed(padded["input_ids"]) - plain
-    assert torch.equal(embed(padded["input_ids"]), plain)
-    for row, length in enumerate((5, 11)):
-        most = 5.0 / (length * width) ** 0.5
-        assert 0.9 * most < noise[row, :length].abs().max() <= most * 1.001
-    assert (padded["labels"][0, 5:] == IGNORED).all()
-
-
-def test_noise_is_in_training_only_and_resumes(base, tmp_path):
-    noisy, plain = tmp_path / "noisy", tmp_path / "plain"
-    run_here("full_finetune", *base, "--output_dir", plain)
-    run_here("full_finetune", *base, "--neftune_noise_alpha", 5, "--output_dir", noisy)
-    assert Run(noisy, 0, "").rows[0]["eval_loss"] == Run(plain, 0, "").rows[0]["eval_loss"]
-    ours, exact = (Run(folder, 0, "").losses for folder in (noisy, plain))
-    assert ours[1] != exact[1] and ours == pytest.approx(exact, rel=0.2)
-    start = ("--resume_from_checkpoint", noisy / "checkpoint-000003", "--neftune_noise_alpha", 5)
-    run_here("full_finetune", *base, *start, "--output_dir", tmp_path / "again")
-    assert Run(tmp_path / "again", 0, "").losses == {step: loss for step, loss in ours.items() if step > 3}
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,6 @@ def test_the_eyes_of_a_model_stay_as_they_are(text_file, tiny_model, tmp_path):
     flags += ("--save_steps", 2)
     done = run("pretrain", tmp_path / "run", *flags, processes=2)
     assert done.manifest(4)["strategy"] == "DDP x 2 on cpu, fp32"
-    assert "model.multi_modal_projector stay as they are" in done.output
     before, after = model.state_dict(), AutoModelForCausalLM.from_pretrained(done.folder / "final").state_dict()
     assert after.keys() == before.keys()
     kept = {name for name in before if torch.equal(before[name], after[name])}

@@ -47,10 +47,9 @@ def parameters(output: str) -> list[int]:
     [
         (2, None, "PP 2 x DDP 1"),
         slow(4, ("--per_device_train_batch_size", 2), "PP 2 x DDP 2"),
-        slow(2, ("--stages_per_rank", 2), "PP 2 x DDP 1"),
         slow(4, ("--pipeline_ranks", 4), "PP 4 x DDP 1"),
     ],
-    ids=["1f1b", "two-pipelines", "interleaved", "four-ranks"],
+    ids=["1f1b", "two-pipelines", "four-ranks"],
 )
 def test_learns_what_one_process_learns(plain, pipeline, flags, tmp_path, processes, extra, name):
     """An epoch of this set ends in a smaller batch within these steps: its missing micro-batches count for nothing."""
