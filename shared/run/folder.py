@@ -18,7 +18,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard, open_regular
 from shared.process.printing import note
-from shared.run.checkpoint_files import checkpoints, run_of
+from shared.run.checkpoint_files import checkpoints, facts_of
 from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
@@ -127,7 +127,11 @@ def run_id(folder: Path) -> str:
     elif lock.is_file() and not lock.is_symlink():
         with lock.open(encoding="utf-8", errors="replace") as file:
             found = OWN.match(file.read(21))
-    ids = [number for path in reversed(checkpoints(folder)) if (number := run_of(path)) is not None]
+    ids = [
+        str(facts["run"])
+        for path in reversed(checkpoints(folder))
+        if "run" in (facts := facts_of(path))
+    ]
     names = MODELS if found else (".lock", *FILES, *REPORT, *PICTURES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files

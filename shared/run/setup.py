@@ -31,7 +31,7 @@ from shared.process.printing import note, print_main, summary
 from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import changes, refuse_changes, settings_of
+from shared.run.checkpoint_files import refuse_changes, settings_of
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
@@ -110,7 +110,7 @@ class Setup:
             # before minutes of loading; `Checkpointer.resume` looks at all settings
             given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
             allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
-            refuse_changes(folder, changes(self._before, given), allowed)
+            refuse_changes(folder, self._before, given, allowed)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.

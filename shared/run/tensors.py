@@ -4,7 +4,7 @@ however they shard.
 Of a sharded tensor each piece is written once, by one of the ranks that hold it. The header of a
 file says where its pieces lie in the whole tensors, in the words of PyTorch's distributed
 checkpoint (DCP): its `HuggingFaceStorageReader` reads these files, too. Its own writer takes 0.4 ms
-for each tensor, ten times as long, and holds a second copy of all.
+for each tensor, ten times as long.
 """
 
 import json
@@ -12,43 +12,23 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from safetensors import safe_open
+from safetensors.torch import _TYPES, save_file
 from torch.distributed.tensor import DTensor
 
 from shared.parallel.gradients import local_part
+from shared.process.files import digest
 from shared.run.checkpoint_files import MANIFEST, CheckpointError
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-# Bytes. The allocator keeps blocks of this size and gives them again; for larger ones the system
-# makes new pages each time, which takes four times as long as the copy.
-CHUNK = 2**24
 
 
 class Piece(NamedTuple):
     """A part of a tensor: all of it, or the box of `sizes` at `offset` that a rank holds."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -59,7 +39,7 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.sizes) * _DTYPES[self.dtype].itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
@@ -77,87 +57,51 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
             (chunk,) = tensor.__create_chunk_list__()
             offset = tuple(chunk.offsets)
             sizes = tuple(chunk.sizes)
-        found[name] = Piece(_CODES[tensor.dtype], shape, offset, sizes)
+        found[name] = Piece(tensor.dtype, shape, offset, sizes)
     return found
 
 
 def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
     """The pieces that each rank writes, of those that each holds: every piece once, and about as
     many bytes on each rank.
-
-    Raises:
-        ValueError: a part of a tensor is on no rank.
     """
     holders: dict[tuple[str, Piece], list[int]] = {}
     for rank, pieces in enumerate(held):
         for name, piece in pieces.items():
             if math.prod(piece.sizes) or not math.prod(piece.shape):
                 holders.setdefault((name, piece), []).append(rank)
-    missing = {name: math.prod(piece.shape) for name, piece in holders}
     written: list[dict[str, Piece]] = [{} for _ in held]
     load = [0] * len(held)
-    for (name, piece), ranks in sorted(
-        holders.items(), key=lambda item: (-item[0][1].bytes, item[0])
-    ):
-        rank = min(ranks, key=load.__getitem__)
+    for name, piece in sorted(holders, key=lambda part: (-part[1].bytes, part[0], part[1].offset)):
+        rank = min(holders[name, piece], key=load.__getitem__)
         written[rank][name] = piece
         load[rank] += piece.bytes
-        missing[name] -= math.prod(piece.sizes)
-    if wrong := [name for name, values in missing.items() if values]:
-        raise ValueError(f"{wrong[0]}: the ranks' pieces do not make the whole of it")
     return written
 
 
 def write(
     path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
 ) -> dict[str, Any]:
-    """Write this rank's part of `tensors`. While a chunk from a GPU is written, the next is copied
-    and hashed: the host holds these two.
+    """Write this rank's part of a checkpoint. The host holds a copy of what lies on a GPU.
 
     Args:
-        pieces: what is to be written, of what `pieces_of` found here.
+        tensors: what this rank holds of them.
+        pieces: what is to be written, and where it lies in the whole tensors.
 
     Returns:
         checksum and size of the file, as `files.digest` gives them.
     """
-    # The widest first: then each begins at a multiple of its width.
-    pieces = dict(sorted(pieces.items(), key=lambda item: -_DTYPES[item[1].dtype].itemsize))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, piece in pieces.items():
-        begin = end
-        end += piece.bytes
-        header[name] = {"dtype": piece.dtype, "shape": piece.sizes, "data_offsets": [begin, end]}
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
-    header["__metadata__"] = {
+    metadata = {
         "format": "pt",
         "DCP_SHARDING_INFO": json.dumps(places),
         "DCP_VERSION": "1.0",
         "shapes": json.dumps({name: piece.shape for name, piece in pieces.items()}),
     }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    checksum = xxhash.xxh3_128(head)
-    with path.open("xb") as file, ThreadPoolExecutor(1) as writer:
-        file.write(head)
-        written: Future[int] | None = None
-        for name in pieces:
-            whole = local_part(tensors[name]).detach().contiguous().view(-1)
-            for chunk in whole.view(torch.uint8).split(CHUNK):
-                data = chunk.cpu().numpy().data
-                checksum.update(data)
-                if written:
-                    written.result()
-                if chunk.is_cuda:
-                    written = writer.submit(file.write, data)
-                else:  # perhaps in the background, where Python's end allows no new thread
-                    file.write(data)
-        if written:
-            written.result()
-        file.flush()
+    save_file({name: tensors[name].contiguous() for name in pieces}, path, metadata)
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {"xxh3_128": checksum.hexdigest(), "size": len(head) + end}
+    return digest(path)
 
 
 class TensorReader:
@@ -177,17 +121,15 @@ class TensorReader:
         self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for file in (name for name in self.manifest["files"] if name.endswith(".safetensors")):
             try:
-                with (folder / file).open("rb") as opened:
-                    header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-                told = header.pop("__metadata__")
-                places = json.loads(told["DCP_SHARDING_INFO"])
-                shapes = json.loads(told["shapes"])
-                for name, entry in header.items():
-                    box = (shapes[name], places[name]["saved_offsets"], entry["shape"])
-                    self.pieces.setdefault(name, []).append(
-                        (file, Piece(entry["dtype"], *map(tuple, box)))
-                    )
-            except Exception as error:  # what is not JSON of this form can raise nearly anything
+                with safe_open(folder / file, "pt") as opened:
+                    places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+                    shapes = json.loads(opened.metadata()["shapes"])
+                    for name in opened.keys():  # noqa: SIM118
+                        there = opened.get_slice(name)
+                        box = (shapes[name], places[name]["saved_offsets"], there.get_shape())
+                        piece = Piece(_TYPES[there.get_dtype()], *map(tuple, box))
+                        self.pieces.setdefault(name, []).append((file, piece))
+            except Exception as error:  # of a file of something else, nearly any
                 raise CheckpointError(
                     f"{folder / file}: cannot be read ({type(error).__name__})"
                 ) from None
@@ -237,7 +179,7 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """
     reader = TensorReader(folder)
     tensors = {
-        name: torch.empty(piece.shape, dtype=_DTYPES[piece.dtype])
+        name: torch.empty(piece.shape, dtype=piece.dtype)
         for name, ((_, piece), *_) in reader.pieces.items()
         if name.startswith(prefix)
     }

@@ -444,7 +444,7 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     assert set(map(int, named.split(", "))) <= set(samples)
     assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
     assert two.last("skipped_steps") == 1
-    assert json.loads((tmp_path / "two/checkpoint-000004/trainer_state.json").read_text())["skipped"] == 1
+    assert json.loads((tmp_path / "two/checkpoint-000004/MANIFEST.json").read_text())["state"]["skipped"] == 1
     one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@13", *given)
     others = {step: loss for step, loss in one.losses.items() if step != 4}
     assert {s: v for s, v in two.losses.items() if s != 4} == pytest.approx(others, rel=1e-5)

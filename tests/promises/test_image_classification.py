@@ -415,7 +415,7 @@ def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     last = max(evaluations)
     assert last == best + 6 < 60
     assert evaluation(folder)["loss"] == pytest.approx(evaluations[best], rel=1e-5)
-    state = json.loads((folder / f"checkpoint-{last:06d}/trainer_state.json").read_text())
+    state = json.loads((folder / f"checkpoint-{last:06d}/MANIFEST.json").read_text())["state"]
     assert state["best_step"] == best and state["stopped_early"]
     before = (folder / "metrics.jsonl").read_bytes()
     run_here("image_classification", *flags, "--output_dir", folder)  # says that it is finished
@@ -440,7 +440,7 @@ def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp
     best = max(evaluations, key=evaluations.get)
     equals = [step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]]
     assert min(equals) < best
-    state = json.loads((tmp_path / "run/checkpoint-000024/trainer_state.json").read_text())
+    state = json.loads((tmp_path / "run/checkpoint-000024/MANIFEST.json").read_text())["state"]
     assert state["best_step"] == best
     assert evaluation(tmp_path / "run")["loss"] == pytest.approx(-evaluations[best][1], rel=1e-5)
 

@@ -19,7 +19,7 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
 from shared.run import checkpoint_files
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import CheckpointError, _digest_of, checkpoints
+from shared.run.checkpoint_files import CheckpointError, _digest_of, checkpoints, settings_of
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
@@ -64,20 +64,21 @@ def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name
     assert train(model, optimizers, 3, 6) == expected
 
 
-def test_a_step_is_saved_once_and_a_run_taken_back_replaces_what_came_later(tmp_path):
+def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tmp_path):
     _, _, saver = make(tmp_path / "run")
     first = saver.run_dir / "checkpoint-000001"
     saver.save(TrainState(step=1, targets=1))
     saver.save(TrainState(step=1, targets=2))
     assert saver.resume().targets == 1
     saver.save(TrainState(step=2, targets=2))
-    assert saver.resume(first).targets == 1
-    saver.save(TrainState(step=2, targets=3))
-    assert saver.resume().targets == 3
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+    with pytest.raises(ConfigError, match="is this run's own: to go back to it, delete the later ones"):
+        settings_of(tmp_path / "run", first)
+    shutil.rmtree(saver.run_dir / "checkpoint-000002")
+    assert saver.resume().targets == 1
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "trainer_state.json", "rank-0.safetensors"])
+@pytest.mark.parametrize("name", ["MANIFEST.json", "rank-0.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, capsys):
     _, _, saver = make(tmp_path / "run")
@@ -96,7 +97,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     assert saver.resume().step == 1
     assert "checkpoint-000002" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
-        saver.resume(newest)
+        make(tmp_path / "new")[2].resume(newest)
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         saver.resume()
@@ -180,7 +181,7 @@ def replace_file(folder, name, content):
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("name", ["rank-0.safetensors", "trainer_state.json", "MANIFEST.json", "rank-1.pickle"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "MANIFEST.json", "rank-1.pickle"])
 def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
@@ -205,8 +206,8 @@ def test_one_of_another_format_is_refused(tmp_path):
     del manifest["sha256"]
     manifest["format"] = 2
     path.write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
-    with pytest.raises(CheckpointError, match="format 2, but this version reads only 5"):
-        saver.resume(path.parent)
+    with pytest.raises(CheckpointError, match="format 2, but this version reads only 6"):
+        make(tmp_path / "new")[2].resume(path.parent)
 
 
 def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
@@ -220,7 +221,7 @@ def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, mon
         return {"xxh3_128": "", "size": 0}
 
     monkeypatch.setattr(checkpoint_files, "digest", digest)
-    with pytest.raises(NotNow, match=r"checkpoint-000002: .* cannot be read \(Stale file handle\)"):
+    with pytest.raises(NotNow, match=r"checkpoint-000002: cannot be read \(Stale file handle\)"):
         saver.resume()
 
 
@@ -246,24 +247,24 @@ def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_
 
 def test_other_frozen_weights_are_refused(tmp_path):
     _, _, saver = make(tmp_path / "run")
-    saver.base = "one"
+    saver.facts["base"] = "one"
     saver.save(TrainState(step=1))
-    saver.base = "another"
+    saver.facts["base"] = "another"
     with pytest.raises(ConfigError, match="belongs to a run on other base weights"):
         saver.resume()
     _, _, saver = make(tmp_path / "run", allow_changed=("base",))
-    saver.base = "another"
+    saver.facts["base"] = "another"
     assert saver.resume().step == 1
 
 
 def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path, capsys):
     _, _, saver = make(tmp_path / "one")
-    saver.save(TrainState(step=1, tracker_run_id="abc", started_from="checkpoint-000000"))
+    saver.save(TrainState(step=1, tracker_run_id="abc"))
     source = tmp_path / "one" / "checkpoint-000001"
     _, _, saver = make(tmp_path / "two")
     (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     state = saver.resume(source)
-    assert (state.step, state.tracker_run_id, state.started_from) == (1, "", "")
+    assert (state.step, state.tracker_run_id) == (1, "")
     assert not (tmp_path / "two" / "metrics.jsonl").exists()
     saver.save(TrainState(step=2))
     capsys.readouterr()

@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import _TYPES
 
 from shared.process.files import digest
 from shared.run.checkpoint_files import MANIFEST, CheckpointError
-from shared.run.tensors import _DTYPES, Piece, TensorReader, pieces_of, read_tensors, share_out, write
+from shared.run.tensors import Piece, TensorReader, pieces_of, read_tensors, share_out, write
 
 
 def finish(folder):
@@ -17,7 +19,11 @@ def finish(folder):
 
 
 def test_all_types_and_shapes_are_the_same_bits_after_it(tmp_path):
-    tensors = {f"of {code}": torch.randn(3, 5).mul(9).to(dtype) for code, dtype in _DTYPES.items()}
+    tensors = {
+        f"of {code}": torch.randn(3, 5).mul(9).to(dtype)
+        for code, dtype in _TYPES.items()
+        if not re.search("U[136]|FNUZ", code)
+    }
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "part": torch.randn(9)[2:5]}
     tensors |= {"turned": torch.randn(2, 3).T, "column": torch.randn(5, 4)[:, 1:2]}
     fact = write(tmp_path / "rank-0.safetensors", tensors, share_out([pieces_of(tensors)])[0])
@@ -38,7 +44,7 @@ def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
     whole = torch.randn(5, 4)
     rows, columns = ([min(size, i * -(-size // n)) for i in range(n + 1)] for size, n in zip((5, 4), cuts, strict=True))
     boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
-    pieces = [Piece("F32", (5, 4), (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
+    pieces = [Piece(torch.float32, (5, 4), (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
     shares = share_out([{"x": piece} for piece in pieces * 2])
     assert sum(piece.bytes for share in shares for piece in share.values()) == whole.nbytes
     for rank, share in enumerate(shares):
@@ -47,13 +53,15 @@ def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
     finish(tmp_path)
     assert read_tensors(tmp_path)["x"].equal(whole)
     if len(shares) > 2:
-        with pytest.raises(ValueError, match="x: the ranks' pieces do not make the whole of it"):
-            share_out([{"x": piece} for piece in pieces[1:]])
+        (tmp_path / "rank-0.safetensors").unlink(), (tmp_path / MANIFEST).unlink()
+        finish(tmp_path)
+        with pytest.raises(ValueError, match="it does not have the whole of x"):
+            read_tensors(tmp_path)
 
 
 def test_what_ranks_hold_alike_is_written_once_and_evenly():
-    held = {f"x{n}": Piece("F32", (n + 1, 10), (0, 0), (n + 1, 10)) for n in range(20)}
-    shares = share_out([held | {f"own{rank}": Piece("U8", (), (), ())} for rank in range(4)])
+    held = {f"x{n}": Piece(torch.float32, (n + 1, 10), (0, 0), (n + 1, 10)) for n in range(20)}
+    shares = share_out([held | {f"own{rank}": Piece(torch.uint8, (), (), ())} for rank in range(4)])
     assert sorted(name for share in shares for name in share) == sorted([*held, *(f"own{rank}" for rank in range(4))])
     sizes = [sum(piece.bytes for piece in share.values()) for share in shares]
     assert max(sizes) < 1.1 * min(sizes)
