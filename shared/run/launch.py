@@ -118,11 +118,8 @@ def start(
         )
     if rehearsal and plugin and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if is_deepspeed:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.make_whole_models()
-    if is_deepspeed != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
-        raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"{world_size} processes were launched but Accelerate sees "
@@ -179,19 +176,10 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     if accelerator.num_processes > readers:
         of_group = accelerator.num_processes // readers
         processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
-    line = (
+    return (
         f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"
     )
-    share = at_once * accumulation
-    most = batch.per_device_train_batch_size
-    if at_once < min(most, share):
-        better = -(-share // most) * most * readers
-        line += (
-            f" (its share of {share} does not divide by {most}; that of "
-            f"--global_batch_size {better} would)"
-        )
-    return line
 
 
 def strategy(accelerator: Accelerator) -> str:
@@ -251,30 +239,33 @@ def _refuse_second_answers() -> None:
     Wrappers that the launch config asks for would also give weights other names, in final/ and in
     checkpoints.
     """
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto"):
-        raise ConfigError(
-            f"gradient_accumulation_steps is {accumulation} in the launch config, but "
-            "accumulation follows from "
-            "--global_batch_size and --per_device_train_batch_size: remove "
-            "it from the launch config"
-        )
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if dynamo.lower() not in ("", "no"):
-        raise ConfigError(
-            f"dynamo_backend is {dynamo} in the launch config: remove it "
-            "there, and give --torch_compile"
-        )
-    if ranks.env_flag("ACCELERATE_USE_FSDP"):
-        if ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING"):
+    fsdp = ranks.env_flag("ACCELERATE_USE_FSDP")
+    answers = {
+        "gradient_accumulation_steps": (
+            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"),
+            ("1", "auto"),
+            "give --global_batch_size and --per_device_train_batch_size, from which it follows",
+        ),
+        "dynamo_backend": (
+            os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+            ("", "no"),
+            "give --torch_compile",
+        ),
+        "fsdp_activation_checkpointing": (
+            str(fsdp and ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING")),
+            ("False",),
+            "give --gradient_checkpointing full",
+        ),
+        "fsdp_version": (
+            os.environ.get("FSDP_VERSION", "1") if fsdp else "2",
+            ("2",),
+            "use fsdp2.yaml, or --fsdp_version 2",
+        ),
+    }
+    for name, (value, accepted, instead) in answers.items():
+        if value not in accepted:
             raise ConfigError(
-                "fsdp_activation_checkpointing is set in the launch config: "
-                "remove it there, and give "
-                "--gradient_checkpointing full"
-            )
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ConfigError(
-                "fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2"
+                f"{name} is {value} in the launch config: remove it there, and {instead}"
             )
 
 
@@ -361,16 +352,7 @@ def _fp8_recipe() -> AORecipeKwargs:
     """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd
     shapes stay in bf16.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig
-    except ImportError:
-        raise ConfigError(
-            "mixed_precision fp8 needs torchao: pip install torchao==0.18.0"
-        ) from None
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16"
-        )
+    from torchao.float8 import Float8LinearConfig
 
     def is_of_a_block(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear or not re.search(r"\.\d+\.", name) or "lora_" in name:

@@ -15,15 +15,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from shared.config.options import LogConfig
 from shared.data import audit
 from shared.models.counts import PEAK_FLOPS, known_gpu
 from shared.parallel.sharding import total
@@ -36,11 +33,12 @@ from shared.run.state import TrainState
 from shared.run.tracking import Tracker
 from shared.training.step import Step
 
+if TYPE_CHECKING:
+    from shared.run.setup import Setup
+
 T = TypeVar("T")
 
 STEPS = "finite steps"  # the sum that counts them, beside those that steps log
-# settings that raise the loss of training, and not that of the validation
-HARDER = ("label_smoothing", "mixup_alpha", "cutmix_alpha")
 GIVEN = "#"  # begins the sums that count the steps with a value that not all have
 
 
@@ -49,59 +47,42 @@ class Logger:
     alike.
 
     Args:
-        accelerator: of the run, made with `log_with`.
-        config: the logging group.
-        run_dir: where metrics.jsonl and curves.png go.
-        state: of the run; a tracker's run id is put into it.
+        setup: of the run.
+        state: resumed or new; a tracker's run id is put into it.
         total_steps: length of the progress bar.
-        settings: the flat config, stored in the tracker.
-        template: names the tracker's project.
-        unit: what the throughput counts: tokens, images, or pairs, of which tokens pass through the
-            model.
         flops: floating-point operations of forward and backward for one token or image, for MFU;
             None where unknown.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        config: LogConfig,
-        run_dir: Path,
-        state: TrainState,
-        total_steps: int,
-        settings: dict[str, Any],
-        *,
-        template: str,
-        unit: str = "tokens",
-        flops: float | None = None,
+        self, setup: "Setup", state: TrainState, total_steps: int, flops: float | None
     ) -> None:
-        self.accelerator = accelerator
-        self.run_dir = run_dir
+        accelerator = self.accelerator = setup.accelerator
+        config = setup.config
+        self.run_dir = setup.dir
         self.state = state
-        self.passed = "tokens" if unit == "pairs" else unit
-        self.unit = unit
+        # of pairs, tokens pass through the model
+        self.passed = "tokens" if setup.unit == "pairs" else setup.unit
+        self.unit = setup.unit
         self.flops = flops
         self.first = state.step
         self.total_steps = total_steps
-        self.best_metric = settings.get("metric_for_best_model", "loss")
-        # such a loss may stay above that of the validation
-        harder = [name for name in HARDER if settings.get(name)]
-        self.training = " + ".join(["training", *harder])
+        self.best_metric: str = config.evaluation.metric_for_best_model
         self.main = accelerator.is_main_process
-        self.file = run_dir / "metrics.jsonl"
+        self.file = setup.dir / "metrics.jsonl"
         if self.main:
             # not what a killed run logged after the checkpoint that is resumed
             keep_json_lines(self.file, partial(_is_of, state))
-        self.tracker = Tracker(accelerator, config, run_dir, state, settings, template)
+        self.tracker = Tracker(setup, state)
         self.recorder = (
-            audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+            audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
         )
-        self.profiler = Profiler(run_dir) if config.profile and self.main else None
+        self.profiler = Profiler(setup.dir) if config.log.profile and self.main else None
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         self.bar = tqdm(
             total=total_steps,
             initial=state.step,
-            desc=template,
+            desc=setup.name,
             unit="step",
             # a log file gets lines instead
             disable=not self.main or not sys.stderr.isatty(),
@@ -116,7 +97,7 @@ class Logger:
             for name, value in sums.items():
                 self.sums[name] += value / len(saved)
         self.mark = self.printed = self.begun = time.perf_counter()
-        self.draw_after = self.mark + 25
+        self.drawn = self.mark
 
     def _begin_interval(self) -> None:
         device = self.accelerator.device
@@ -163,14 +144,10 @@ class Logger:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent in here (evaluation, saving) is not training time, nor the progress bar's."""
-        start = time.perf_counter()
-        self.seconds += start - self.mark
+        """Time spent in here (evaluation, saving) is not training time."""
+        self.seconds += time.perf_counter() - self.mark
         yield
         self.mark = time.perf_counter()
-        if not self.bar.disable:
-            self.bar.start_t += self.mark - start
-            self.bar.last_print_t += self.mark - start
 
     def step(self, step: Step, *, due: bool) -> None:
         """Count one optimizer step; if a line is `due`, and at the last, write it. Every rank calls
@@ -299,15 +276,10 @@ class Logger:
         self.tracker.close()
 
     def draw(self, *, now: bool = False) -> None:
-        """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait.
-        The main rank acts.
-        """
-        start = time.perf_counter()
-        if self.main and (now or start > self.draw_after):
-            picture = self.run_dir / "curves.png"
-            draw_curves(self.file, picture, self.best_metric, self.training)
-            end = time.perf_counter()
-            self.draw_after = end + 50 * (end - start)
+        """Draw curves.png, unless `now` at most once a minute: all wait. The main rank acts."""
+        if self.main and (now or time.perf_counter() - self.drawn > 60):
+            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
+            self.drawn = time.perf_counter()
 
 
 def _is_of(state: TrainState, row: dict[str, Any]) -> bool:

@@ -18,52 +18,38 @@ class Profiler:
     """Traces optimizer steps 7 to 9 after the start on the main rank, writes profile.json and
     prints what took long.
 
-    `step` is called after each optimizer step; pauses between them (an evaluation, a save) are part
-    of the trace.
+    Pauses between steps (an evaluation, a save) are part of the trace.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.steps = 0
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-        ]
+        self.path = run_dir / TRACE
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         schedule = torch.profiler.schedule(wait=AFTER - 1, warmup=1, active=STEPS, repeat=1)
-        self.profile: profile | None = profile(
-            activities=activities, schedule=schedule, on_trace_ready=self._ready
-        )
+        self.profile = profile(activities=activities, schedule=schedule, on_trace_ready=self._write)
         self.profile.start()
 
     def step(self) -> None:
         """Count an optimizer step."""
-        self.steps += 1
-        if self.profile is not None:
-            self.profile.step()
-            if self.steps >= AFTER + STEPS:
-                self.close()
+        self.profile.step()
 
     def close(self) -> None:
-        """End a trace that is still being made; nothing is written if training ends before the
-        first of its steps.
-        """
-        if self.profile is not None:
-            ended = self.profile
-            self.profile = None
-            ended.stop()
-            if self.steps < AFTER + STEPS:
-                print_main(
-                    f"no profile: it needs {AFTER + STEPS} steps after the start; this run made "
-                    f"{self.steps}"
-                )
+        """End a trace that is still being made; nothing is written of it."""
+        self.profile.stop()
+        if self.profile.step_num < AFTER + STEPS:
+            print_main(
+                f"no profile: it needs {AFTER + STEPS} steps after the start; this run made "
+                f"{self.profile.step_num}"
+            )
 
-    def _ready(self, trace: profile) -> None:
-        if self.steps < AFTER + STEPS:  # what the trace holds is the end of training
+    def _write(self, trace: profile) -> None:
+        if trace.step_num < AFTER + STEPS:  # what the trace holds is the end of training
             return
-        path = self.run_dir / TRACE
-        trace.export_chrome_trace(str(path))
+        trace.export_chrome_trace(str(self.path))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = trace.key_averages().table(sort_by=by, row_limit=12, max_name_column_width=60)
         print_main(
-            f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):", *table.splitlines()
+            f"profile of {STEPS} steps ({self.path}; open it in ui.perfetto.dev):",
+            *table.splitlines(),
         )

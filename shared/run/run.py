@@ -87,17 +87,7 @@ class Run:
         self.total_steps = total_steps
         self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
         self.save_steps = config.checkpoint.every(total_steps)
-        self.logger = Logger(
-            self.accelerator,
-            config.log,
-            self.dir,
-            state,
-            total_steps,
-            configs.flatten(config),
-            template=setup.name,
-            unit=setup.unit,
-            flops=flops,
-        )
+        self.logger = Logger(setup, state, total_steps, flops)
         self.guard = Guard(
             self.strategy,
             list(self.models.values()),

@@ -90,13 +90,8 @@ class Setup:
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
-        # preprocessing makes no run folder, and compiles nothing
+        # preprocessing makes no run folder
         if not getattr(config.data, "preprocess_only", False):
-            if speed.torch_compile and not launch.has_compiler():
-                raise ConfigError(
-                    "--torch_compile needs a compiler: apt install g++, in an image "
-                    "--build-arg EXTRA_PACKAGES=g++"
-                )
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
