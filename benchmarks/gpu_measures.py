@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -689,7 +690,8 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     config = template("pretrain").Config(
         speed=FullSpeedConfig(async_save=in_background), checkpoint=CheckpointConfig(save_total_limit=1)
     )
-    saver = Checkpointer(loop.strategy, {"model": loop.model}, loop.optimizers, folder, config, data="none")
+    parts = {"models": {"model": loop.model}, "optimizers": loop.optimizers, "dir": folder, "config": config}
+    saver = Checkpointer(SimpleNamespace(strategy=loop.strategy, ema=None, kept={}, **parts), "none")  # type: ignore[arg-type]
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
     tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free

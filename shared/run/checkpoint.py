@@ -15,21 +15,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import nn
 
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
-from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
+from shared.models.hub import identity_of_frozen
+from shared.models.weights import average_buffers, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
-from shared.parallel.strategy import Strategy
 from shared.process import faults
 from shared.process.collectives import on_main
-from shared.process.errors import NotNow, first_line, is_out_of_memory
+from shared.process.errors import first_line, is_out_of_memory
 from shared.process.files import commit, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
@@ -49,57 +48,31 @@ from shared.run.tensors import Piece, TensorReader, pieces_of, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
 
+if TYPE_CHECKING:
+    from shared.run.setup import Setup
+
 
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
     Args:
-        strategy: of the run.
-        models: as `Setup.prepare` returned them, by name; final/ is made of "model".
-        optimizers: of all models.
-        run_dir: where `checkpoint-000120/` and its siblings go.
-        config: the template's. Its `checkpoint` group says how many stay; its values are compared
-            on resume.
+        setup: of the run, with all models prepared; final/ is made of "model".
         data: fingerprint of the samples; resuming with others is refused.
-        base: fingerprint of weights that are not trained, and so not saved.
-        ema: the moving average of the weights, if there is one.
-        extra: more tensors of the run, by name. They are saved and loaded in place.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        models: Mapping[str, nn.Module],
-        optimizers: list[Any],
-        run_dir: Path,
-        config: Any,
-        *,
-        data: str,
-        base: str = "",
-        ema: WeightCopy | None = None,
-        extra: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.ema = ema
-        self.extra = dict(extra or {})
+    def __init__(self, setup: "Setup", data: str) -> None:
+        strategy = self.strategy = setup.strategy
         accelerator = self.accelerator = strategy.accelerator
-        self.run_dir = run_dir
+        config = setup.config
+        self.ema = setup.ema
+        self.extra = setup.kept
+        self.run_dir = setup.dir
+        self.optimizers = setup.optimizers
         self.options: CheckpointConfig = config.checkpoint
         self.free = configs.free_fields(type(config))
-        self.facts = {  # of the run, in each manifest
-            "run": on_main(partial(run_id, run_dir)),
-            "data": data,
-            "base": base,
-            "replicas": strategy.apart,
-            "settings": redact(configs.flatten(config)),
-            "strategy": launch.strategy(accelerator),
-            "world_size": accelerator.num_processes,
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
-        }
-        self.optimizers = optimizers
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        for name, model in models.items():
+        for name, model in setup.models.items():
             prefix = "" if name == "model" else f"{name}/"
             whole = accelerator.unwrap_model(model)
             reshard(whole)  # gathered weights are other Parameter objects
@@ -109,7 +82,19 @@ class Checkpointer:
                 prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
             }
             self.buffers |= _named(prefix, persistent_buffers(whole))
-        self.model = accelerator.unwrap_model(models["model"])
+        self.model = accelerator.unwrap_model(setup.models["model"])
+        settings = configs.flatten(config)
+        self.facts = {  # of the run, in each manifest
+            "run": on_main(partial(run_id, setup.dir)),
+            "data": data,
+            # of weights that are not trained, and so not saved
+            "base": identity_of_frozen(settings.get("model_name_or_path") or "", self.model),
+            "replicas": strategy.apart,
+            "settings": redact(settings),
+            "strategy": launch.strategy(accelerator),
+            "world_size": accelerator.num_processes,
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        }
         self.latest: Path | None = None
         self.damaged: set[Path] = set()  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
@@ -326,25 +311,14 @@ class Checkpointer:
             ConfigError: it was made with other data or other settings that change what is learned.
             NotNow: the file system gives an error.
         """
-        found = self._newest()
-        begins = found is None and named is not None
-        if begins:
-            assert named is not None
-            found = named.resolve(), self._verify(named.resolve())
+        found = on_main(partial(self._find, named))
         if found is None:
             return TrainState()
         folder, manifest = found
-        if named is not None and not begins:
-            print_main(
-                f"--resume_from_checkpoint {named} is where this run began; it continues from "
-                f"its own {folder.name}"
-            )
-        compare = partial(require_compatible, folder, manifest, self.facts, free=self.free)
-        on_main(partial(compare, allowed=set(self.options.allow_changed)))
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
         self._load(folder, state.step)
-        if begins:  # the checkpoint of another run: drop its tracker id and scores
+        if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
             state.interval = []
             state.forget_scores()
@@ -357,43 +331,37 @@ class Checkpointer:
         print_main(f"resumed from {folder} at step {state.step}")
         return state
 
-    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest of the run's checkpoints that is whole, and its manifest; None where it has
-        none.
-        """
-        own: list[Path] = on_main(lambda: checkpoints(self.run_dir))
+    def _find(self, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
+        own = checkpoints(self.run_dir)
+        found = None
         for folder in reversed(own):
             try:
-                manifest = self._verify(folder)
+                manifest = verify(folder)
                 if manifest["run"] != self.facts["run"]:
                     raise CheckpointError(f"{folder}: another run has written it")
             except CheckpointError as error:
                 print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
                 self.damaged.add(folder)
                 continue
-            return folder, manifest
-        if own:
+            found = folder, manifest
+            break
+        if own and found is None:
             raise CheckpointError(
                 f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
                 "it; to start anew, choose another --output_dir"
             )
-        return None
-
-    def _verify(self, folder: Path) -> dict[str, Any]:
-        """`verify`, with the files shared among the ranks; all of them raise alike. Every rank
-        calls this.
-        """
-        problem = None
-        manifest = {}
-        try:
-            manifest = verify(
-                folder, self.accelerator.process_index, self.accelerator.num_processes
+        if named is not None and found is not None:
+            print_main(
+                f"--resume_from_checkpoint {named} is where this run began; it continues from "
+                f"its own {found[0].name}"
             )
-        except (CheckpointError, NotNow) as error:
-            problem = error
-        if problems := [problem for problem in gather_object([problem]) if problem is not None]:
-            raise min(problems, key=lambda problem: isinstance(problem, CheckpointError))
-        return manifest
+        elif named is not None:
+            found = named.resolve(), verify(named.resolve())
+        if found is not None:
+            allowed = set(self.options.allow_changed)
+            require_compatible(*found, self.facts, free=self.free, allowed=allowed)
+        return found
 
     def _drop_unsaved(self, saved: Container[str], tensors: dict[str, torch.Tensor]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
@@ -424,7 +392,7 @@ class Checkpointer:
         """
         folder = self.run_dir / f"checkpoint-{step:06d}"
         try:
-            self._verify(folder)
+            on_main(partial(verify, folder))
         except CheckpointError as error:
             print_main(f"warning: {error}; final/ holds the last weights, not the best")
             return False

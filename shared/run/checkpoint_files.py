@@ -61,11 +61,8 @@ def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]
     return run_dir, {}
 
 
-def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def verify(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, after every file's size and checksum was compared with it.
-
-    Args:
-        part, parts: look at every `parts`-th file only, from this one on: ranks share the work.
 
     Raises:
         CheckpointError: what is wrong with which file.
@@ -82,7 +79,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         if [type(manifest[name]) for name in ("step", "files", "settings")] != [int, dict, dict]:
             raise ValueError
         present = {path.name for path in folder.iterdir() if path.is_file()}
-        for name, expected in list(manifest["files"].items())[part::parts]:
+        for name, expected in manifest["files"].items():
             if name not in present:
                 raise CheckpointError(f"{folder}: {name} is missing")
             if digest(folder / name) != expected:

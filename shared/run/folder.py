@@ -31,7 +31,7 @@ MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
 
-_locks: dict[Path, IO[Any]] = {}
+_locks: dict[Path, tuple[IO[Any], str]] = {}  # held by this process, with the run's id
 
 
 def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
@@ -78,7 +78,7 @@ def _lock(folder: Path) -> None:
     """
     if folder in _locks:
         return
-    run_id(folder)  # refuse before anything is written
+    number = run_id(folder)  # refuse before anything is written
     try:
         file = open_regular(folder / ".lock", "a+")
     except OSError as error:
@@ -101,8 +101,7 @@ def _lock(folder: Path) -> None:
             f"warning: {folder} cannot be locked ({error.strerror}): make sure "
             "that no other run writes to it"
         )
-    _locks[folder] = file
-    number = run_id(folder)
+    _locks[folder] = file, number
     file.truncate(0)
     file.write(f"run {number}\n")
     file.write(
@@ -119,12 +118,11 @@ def run_id(folder: Path) -> str:
         ConfigError: the folder holds what the run would overwrite, and what it is not known to have
             written.
     """
+    if folder in _locks:  # to open the file once more, and to close it, would let go of the lock
+        return _locks[folder][1]
     lock = folder / ".lock"
     found = None
-    if folder in _locks:  # to open it once more, and to close it, would let go of the lock
-        _locks[folder].seek(0)
-        found = OWN.match(_locks[folder].read(21))
-    elif lock.is_file() and not lock.is_symlink():
+    if lock.is_file() and not lock.is_symlink():
         with lock.open(encoding="utf-8", errors="replace") as file:
             found = OWN.match(file.read(21))
     ids = [

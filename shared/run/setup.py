@@ -21,7 +21,6 @@ from shared.config import parse as configs
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import compile_blocks
-from shared.models.hub import identity_of_frozen
 from shared.models.weights import WeightCopy
 from shared.parallel.strategy import Strategy
 from shared.parallel.zero import strategy_of
@@ -96,7 +95,7 @@ class Setup:
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
-        self._kept: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
         self._before: dict[str, Any] = {}
         if self.dir != Path():
@@ -213,7 +212,7 @@ class Setup:
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume."""
         self.strategy.require("Setup.keep")
-        self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self.kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
     def rehearse(
         self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1
@@ -236,23 +235,8 @@ class Setup:
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
         trial.settle_ddp()
         if self.config.checkpoint.dress_rehearsal and not self._before:
-            trial.dress_rehearsal(self._saver(""), TrainState())
+            trial.dress_rehearsal(Checkpointer(self, ""), TrainState())
         return self.config
-
-    def _saver(self, fingerprint: str) -> Checkpointer:
-        name = configs.flatten(self.config).get("model_name_or_path") or ""
-        model = self.accelerator.unwrap_model(self.models["model"])
-        return Checkpointer(
-            self.strategy,
-            self.models,
-            self.optimizers,
-            self.dir,
-            self.config,
-            data=fingerprint,
-            base=identity_of_frozen(name, model),
-            ema=self.ema,
-            extra=self._kept,
-        )
 
     def start(
         self,
@@ -287,7 +271,7 @@ class Setup:
         """
         config = self.config
         given = configs.flatten(config)
-        saver = self._saver(fingerprint)
+        saver = Checkpointer(self, fingerprint)
         state = saver.resume(config.checkpoint.resume_from_checkpoint)
         if state.place:
             longer = train.resume(state.step, state.place)

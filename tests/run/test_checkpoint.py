@@ -4,6 +4,7 @@ import errno
 import json
 import pickle
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,13 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     config = configs.replace(SmallConfig(), **settings)
-    return model, optimizers, Checkpointer(Strategy(accelerator), {"model": model}, optimizers, folder, config, data=data)
+    return model, optimizers, Checkpointer(setup_of(accelerator, model, optimizers, folder, config), data)
+
+
+def setup_of(accelerator, model, optimizers, folder, config, **more):
+    """What a Checkpointer looks at."""
+    parts = {"models": {"model": model}, "optimizers": optimizers, "dir": folder, "config": config, "ema": None, "kept": {}}
+    return SimpleNamespace(strategy=Strategy(accelerator), **parts | more)
 
 
 def train(model, optimizers, first, last):
@@ -144,7 +151,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
-    other = Checkpointer(Strategy(accelerator), {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc")
+    other = Checkpointer(setup_of(accelerator, model, optimizers, tmp_path / "run", SmallConfig()), "abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
 
