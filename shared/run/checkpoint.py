@@ -34,7 +34,6 @@ from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
 from shared.run.checkpoint_files import (
-    PACKAGES,
     CheckpointError,
     checkpoints,
     facts_of,
@@ -50,6 +49,9 @@ from shared.training.low_memory import state_tensors
 
 if TYPE_CHECKING:
     from shared.run.setup import Setup
+
+
+PACKAGES = ("torch", "accelerate", "transformers")
 
 
 class Checkpointer:
@@ -92,8 +94,8 @@ class Checkpointer:
             "replicas": strategy.apart,
             "settings": redact(settings),
             "strategy": launch.strategy(accelerator),
+            "versions": [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES],
             "world_size": accelerator.num_processes,
-            **{name: importlib.metadata.version(name) for name in PACKAGES},
         }
         self.latest: Path | None = None
         self.damaged: set[Path] = set()  # newer ones than the one that was resumed
@@ -363,27 +365,22 @@ class Checkpointer:
             require_compatible(*found, self.facts, free=self.free, allowed=allowed)
         return found
 
-    def _drop_unsaved(self, saved: Container[str], tensors: dict[str, torch.Tensor]) -> None:
+    def _drop_unsaved(self, saved: Container[str]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        before = f"{self.strategy.prefix}optimizer."
         name_of = {p: name for name, p in self.trainable.items()}
-        new = []
+        new = set()
         for optimizer in self.optimizers:
-            keys: dict[nn.Parameter, list[str]] = {}
-            for parameter, key, _ in state_tensors(optimizer):
-                keys.setdefault(parameter, []).append(f"{before}{name_of[parameter]}.{key}")
-            for parameter, of_it in keys.items():
-                if not all(key in saved for key in of_it):
-                    del optimizer.state[parameter]
-                    for key in of_it:
-                        del tensors[key]
-                    new.append(name_of[parameter])
+            for parameter, key, _ in [*state_tensors(optimizer)]:
+                name = name_of[parameter]
+                if f"{self.strategy.prefix}optimizer.{name}.{key}" not in saved:
+                    optimizer.state.pop(parameter, None)
+                    new.add(name)
         if new:
             print_main(
-                f"warning: {len(new)} parameters, such as {new[0]}, have no optimizer state in the "
-                "checkpoint, and begin with a new optimizer state"
+                f"warning: {len(new)} parameters, such as {min(new)}, have no optimizer state in "
+                "the checkpoint, and begin with a new optimizer state"
             )
 
     def load_best(self, step: int) -> bool:
@@ -427,8 +424,8 @@ class Checkpointer:
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
+        self._drop_unsaved(saved)
         tensors = self._live(step, saved)
-        self._drop_unsaved(saved, tensors)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:
             tensors = {

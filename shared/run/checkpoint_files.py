@@ -111,8 +111,6 @@ def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-PACKAGES = ("torch", "accelerate", "transformers")  # whose versions a manifest has
-LAUNCH = ("strategy", *PACKAGES)  # differences that are said, too
 # differences that go without saying
 UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}
 
@@ -130,7 +128,7 @@ def require_compatible(
 
     Args:
         before, now: the checkpoint's manifest and this run's: data, base, replicas, settings,
-            strategy, versions of packages.
+            strategy, versions.
         free: settings that change nothing that is learned.
         allowed: what `--allow_changed` names.
 
@@ -158,7 +156,8 @@ def require_compatible(
         )
     refuse_changes(folder, before["settings"], now["settings"], free | allowed)
     lines = _changes(before["settings"], now["settings"])
-    lines |= {name: line for name, line in _changes(before, now).items() if name in LAUNCH}
+    facts = _changes(before, now)
+    lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
     told = [f"  {line}" for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *told)

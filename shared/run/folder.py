@@ -48,12 +48,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
             output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")
         ).resolve()
     )
-    # of this process alone: another run may start right now
-    probe = folder / f".write-test-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink(missing_ok=True)  # who holds the folder tidies it meanwhile
     except OSError as error:
         raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     on_main(lambda: _lock(folder))
@@ -83,7 +79,7 @@ def _lock(folder: Path) -> None:
         file = open_regular(folder / ".lock", "a+")
     except OSError as error:
         raise ConfigError(
-            f"{folder / '.lock'}: cannot be opened ({error.strerror}): choose another --output_dir"
+            f"--output_dir {folder}: .lock cannot be written ({error.strerror})"
         ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

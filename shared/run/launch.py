@@ -143,34 +143,22 @@ def start(
                 f"warning: this GPU computes in {better} several times faster: "
                 f"add `--mixed_precision {better}` after `accelerate launch`"
             )
-    if on_cpu and (world_size > 1 or rehearsal):
-        note(
-            f"rehearsal: {strategy(accelerator)}: {world_size} CPU "
-            f"process{'es' * (world_size > 1)} in place of GPUs"
-        )
     set_seed(seed)
     return accelerator
 
 
 def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
     """How often a run evaluates and saves, for the summary."""
-    parts = []
-    for verb, every in (
-        ("evaluates", config.evaluation.every(total_steps, steps_per_epoch)),
-        ("saves", config.checkpoint.every(total_steps)),
-    ):
-        often = f"every {every:,} steps" if every < total_steps else "at the end"
-        parts.append(f"{verb} {often}")
+    evaluates = config.evaluation.every(total_steps, steps_per_epoch)
+    saves = config.checkpoint.every(total_steps)
     metric = config.evaluation.metric_for_best_model
-    decay = config.evaluation.ema_decay
-    parts += [f"keeps the best {metric} ({better(metric)} is better)"] * (metric != "none")
-    parts += [f"averages weights (--ema_decay {decay:g})"] * bool(decay)
-    return ", ".join(parts)
+    best = f", keeps the best {metric} ({better(metric)} is better)" * (metric != "none")
+    return f"evaluates every {evaluates:,} steps, saves every {saves:,} steps{best}"
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    (at_once, accumulation) = batch.micro_batch()
+    at_once, accumulation = batch.micro_batch()
     readers = ranks.data_parallel_size()
     processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:
@@ -183,8 +171,8 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200
-    (9.0), bf16`.
+    """How this run is spread, for people: `1 process on cpu, fp32` or `FSDP2 x 8 on cuda: NVIDIA
+    H200, bf16`.
     """
     kind = accelerator.distributed_type
     count = accelerator.num_processes
@@ -211,10 +199,7 @@ def strategy(accelerator: Accelerator) -> str:
     repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     device = accelerator.device.type
     if device == "cuda":
-        device += (
-            f": {torch.cuda.get_device_name()} "
-            f"({'.'.join(map(str, torch.cuda.get_device_capability()))})"
-        )
+        device += f": {torch.cuda.get_device_name()}"
     return f"{spread} on {device}, {precision}{repeats}"
 
 

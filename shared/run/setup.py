@@ -270,7 +270,6 @@ class Setup:
             CheckpointError: none of the run's checkpoints is whole.
         """
         config = self.config
-        given = configs.flatten(config)
         saver = Checkpointer(self, fingerprint)
         state = saver.resume(config.checkpoint.resume_from_checkpoint)
         if state.place:
@@ -289,14 +288,10 @@ class Setup:
             state.stopped_early = []
         is_over = state.step >= total_steps or bool(state.stopped_early)
         if is_over and on_main((self.dir / makes).exists):
-            budget = next(
-                (name for name in ("max_tokens", "num_train_epochs") if given.get(name)),
-                "max_steps",
-            )
             raise exits.Finished(
-                f"{self.dir} is finished: {state.step} steps. Train longer "
-                f"with a larger --{budget} and "
-                f"--allow_changed {budget}, or choose another --output_dir"
+                f"{self.dir} is finished: {state.step} steps. Train longer with a larger budget "
+                "(--max_steps or --num_train_epochs) and its name after --allow_changed, or choose "
+                "another --output_dir"
             )
         config = configs.replace(config, output_dir=self.dir)
         if self.is_main:
@@ -317,8 +312,6 @@ class Setup:
             rows["mixture"] = order.describe(total_steps)
         shares = self.strategy.shares(self.models["model"], self.optimizers)
         processes = self.accelerator.num_processes
-        inside = self.dir.is_relative_to(Path.cwd())
-        shown_dir = self.dir.relative_to(Path.cwd()) if inside else self.dir
         held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
         summary(
             self.name,
@@ -331,7 +324,7 @@ class Setup:
                 "cadence": launch.cadence_line(config, total_steps, epoch),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
-                "output": f"{shown_dir}; summary.txt there says more",
+                "output": f"{self.dir}; summary.txt there says more",
             },
             details=DETAILS,
             file=self.dir / "summary.txt",

@@ -190,6 +190,6 @@ def test_what_the_user_asks_for_is_heeded(threads, expected, tmp_path):
 def test_other_versions_are_said(tmp_path, capsys):
     _, _, saver = checkpointer(tmp_path / "run")
     saver.save(TrainState(step=1))
-    saver.facts["torch"] = "9.9"
+    saver.facts["versions"] = ["torch 9.9"]
     assert saver.resume().step == 1
-    assert re.search(r"torch was '2\.[\d.]+\S*', now '9\.9'", capsys.readouterr().err)
+    assert re.search(r"versions was \['torch 2\.[\d.]+\S*', .*now \['torch 9\.9'\]", capsys.readouterr().err)
