@@ -43,7 +43,7 @@ from shared.run.checkpoint_files import (
 )
 from shared.run.folder import run_id
 from shared.run.state import TrainState
-from shared.run.tensors import Piece, TensorReader, pieces_of, share_out, write
+from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
 
@@ -397,13 +397,13 @@ class Checkpointer:
         return True
 
     def _load(self, folder: Path, step: int) -> None:
-        reader = TensorReader(folder)
-        saved = reader.pieces
+        saved = saved_tensors(folder)
+        facts = facts_of(folder)
 
-        def read(tensors: dict[str, torch.Tensor]) -> None:
+        def fill(tensors: dict[str, torch.Tensor]) -> None:
             problem = ""
             try:
-                reader.read(tensors)
+                read(folder, tensors)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -413,12 +413,12 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if self.strategy.scatter(self.trainable, step, read):
-            read(_named("model.", self.buffers))
+        if self.strategy.scatter(self.trainable, step, fill):
+            fill(_named("model.", self.buffers))
             return
-        if self.strategy.agreed and reader.manifest["replicas"] != self.strategy.apart:
+        if self.strategy.agreed and facts["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
-            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
+            fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
             self.strategy.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
@@ -431,12 +431,12 @@ class Checkpointer:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if reader.manifest["world_size"] == self.accelerator.num_processes:
+        if facts["world_size"] == self.accelerator.num_processes:
             for name in self._statistics():
                 own = f"rank{self.accelerator.process_index}.{name}"
                 if own in saved and not self.strategy.apart:
                     tensors[own] = tensors.pop(name)
-        read(tensors)
+        fill(tensors)
         if self.ema and begins:
             self.ema.begin()
             print_main(f"the moving average begins at the weights of step {step}")

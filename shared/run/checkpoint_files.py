@@ -79,6 +79,8 @@ def verify(folder: Path) -> dict[str, Any]:
         if [type(manifest[name]) for name in ("step", "files", "settings")] != [int, dict, dict]:
             raise ValueError
         present = {path.name for path in folder.iterdir() if path.is_file()}
+        if strange := {n for n in present - manifest["files"].keys() if n.endswith(".safetensors")}:
+            raise CheckpointError(f"{folder}: {min(strange)} is not of this checkpoint")
         for name, expected in manifest["files"].items():
             if name not in present:
                 raise CheckpointError(f"{folder}: {name} is missing")

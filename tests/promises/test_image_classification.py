@@ -21,7 +21,7 @@ from transformers import AutoModelForImageClassification, pipeline
 
 from shared.parallel.tensor import _plan_of
 from shared.process.errors import ConfigError
-from shared.run.tensors import TensorReader
+from shared.run.tensors import saved_tensors
 from tests.conftest import Run, load_template, paint, run, run_here, save_classifier, slow
 
 AUGMENTED = (
@@ -373,7 +373,7 @@ def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):
     after = run.weights()
     head = ("classifier.1.weight", "classifier.1.bias")
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(head)
-    saved = TensorReader(tmp_path / "run/checkpoint-000012").pieces
+    saved = saved_tensors(tmp_path / "run/checkpoint-000012")
     moments = {name for name in saved if name.startswith("optimizer") and name.endswith("exp_avg")}
     assert moments == {f"optimizer.{name}.exp_avg" for name in head}
     assert not [name for name in saved if "convolution" in name]
