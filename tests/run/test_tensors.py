@@ -74,7 +74,7 @@ def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
         assert not target.any()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x02" + bytes(7) + b"{}", b"\x05" + bytes(7) + b'"abc"'])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x05" + bytes(7) + b'"abc"'])
 def test_a_file_of_something_else_is_named(tmp_path, content):
     (tmp_path / "rank-0.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be read"):
