@@ -192,12 +192,12 @@ class Loop:
 
     def step(self) -> torch.Tensor:
         """The loss summed over the batch, on the device."""
-        from shared.run import launch
+        from shared.data.order import seed_all
         from shared.training import optim
         from shared.training.step import Step
 
         window, finite = self.windows[self.state.step % len(self.windows)], self.guard.finite
-        launch.seed_step(0, self.state.step, 0)
+        seed_all(0, self.state.step, 0)
         rate = optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         self.state.advance(window)
         step = Step(self.strategy, [self.model], window, number=self.state.step, rate=rate, verdict=finite)

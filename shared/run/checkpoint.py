@@ -353,12 +353,7 @@ class Checkpointer:
                 f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
                 "it; to start anew, choose another --output_dir"
             )
-        if named is not None and found is not None:
-            print_main(
-                f"--resume_from_checkpoint {named} is where this run began; it continues from "
-                f"its own {found[0].name}"
-            )
-        elif named is not None:
+        if named is not None and found is None:
             found = named.resolve(), verify(named.resolve())
         if found is not None:
             allowed = set(self.options.allow_changed)

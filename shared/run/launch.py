@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.config.options import BatchConfig
-from shared.data.order import seed_all
 from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
@@ -203,16 +202,6 @@ def strategy(accelerator: Accelerator) -> str:
     return f"{spread} on {device}, {precision}{repeats}"
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Derive all randomness of one optimizer step (dropout, say) from (seed, step, rank).
-
-    Nothing random is carried from step to step, so a resumed run needs no saved generator state to
-    continue bit for bit, and evaluation, sampling or a library that draws in between changes
-    nothing. Every rank calls this.
-    """
-    seed_all(seed, step, rank)
-
-
 def _has_accelerator_device() -> bool:
     return torch.accelerator.is_available()
 
@@ -258,19 +247,22 @@ def _refuse_fewer_processes_than_asked_for() -> None:
     """Raise ConfigError where Accelerate starts one process although --num_processes says several:
     it does so in silence.
     """
-    with contextlib.suppress(OSError):
-        launcher = (
-            Path(f"/proc/{os.getppid()}/cmdline")
-            .read_text(encoding="utf-8", errors="replace")
-            .replace("\0", " ")
+    launcher = _of_launcher("cmdline").replace("\0", " ")
+    asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
+    if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"--num_processes {asked[1]}, but this launch config starts one process: take "
+            "ddp.yaml, on a CPU with ACCELERATE_USE_CPU=true before the command and without --cpu"
         )
-        asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
-        if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
-            raise ConfigError(
-                f"--num_processes {asked[1]}, but this launch config starts one process: take "
-                "ddp.yaml, on a CPU with "
-                "ACCELERATE_USE_CPU=true before the command and without --cpu"
-            )
+
+
+def _of_launcher(what: str) -> str:
+    """The `cmdline` or the `environ` that this process's parent was started with; empty where /proc
+    does not tell.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/{what}").read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def has_compiler() -> bool:
@@ -317,20 +309,9 @@ def _use_all_cores(world_size: int) -> None:
 
 
 def _is_launchers_own(variable: str) -> bool:
-    """Whether the launcher has set a variable that it was not started with itself. True where /proc
-    does not tell.
-    """
-    launcher = Path(f"/proc/{os.getppid()}")
-    with contextlib.suppress(OSError):
-        launches = any(
-            word in (launcher / "cmdline").read_bytes()
-            for word in (b"launch", b"torch.distributed", b"torchrun")
-        )
-        return (
-            launches
-            and f"\0{variable}=".encode() not in b"\0" + (launcher / "environ").read_bytes()
-        )
-    return True
+    """Whether the launcher has set a variable that it was not started with itself."""
+    launches = re.search(r"launch|torch\.distributed|torchrun", _of_launcher("cmdline"))
+    return bool(launches) and f"\0{variable}=" not in "\0" + _of_launcher("environ")
 
 
 def _fp8_recipe() -> AORecipeKwargs:

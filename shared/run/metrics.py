@@ -28,7 +28,7 @@ from shared.process.collectives import wait_for_main
 from shared.process.files import keep_json_lines
 from shared.process.printing import print_main
 from shared.run.plots import draw_curves
-from shared.run.profiling import Profiler
+from shared.run.profiling import start_profile
 from shared.run.state import TrainState
 from shared.run.tracking import Tracker
 from shared.training.step import Step
@@ -49,7 +49,7 @@ class Logger:
     Args:
         setup: of the run.
         state: resumed or new; a tracker's run id is put into it.
-        total_steps: length of the progress bar.
+        total_steps: optimizer steps of the whole run.
         flops: floating-point operations of forward and backward for one token or image, for MFU;
             None where unknown.
     """
@@ -77,17 +77,10 @@ class Logger:
         self.recorder = (
             audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
         )
-        self.profiler = Profiler(setup.dir) if config.log.profile and self.main else None
+        self.profile = None
+        if config.log.profile and self.main:
+            self.profile = start_profile(setup.dir, total_steps - state.step)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
-        self.bar = tqdm(
-            total=total_steps,
-            initial=state.step,
-            desc=setup.name,
-            unit="step",
-            # a log file gets lines instead
-            disable=not self.main or not sys.stderr.isatty(),
-            dynamic_ncols=True,
-        )
         self._begin_interval()
         # resumed within an interval; with another number of processes, each has an equal share
         saved = state.interval
@@ -120,25 +113,9 @@ class Logger:
             yield window
             start = time.perf_counter()
 
-    def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
-        """Pass the windows of an evaluation on, with a second bar if it takes some seconds."""
-        for number, window in enumerate(
-            tqdm(
-                windows,
-                "evaluating",
-                total,
-                leave=False,
-                delay=3,
-                disable=self.bar.disable,
-                dynamic_ncols=True,
-            )
-        ):
-            self._print_each_minute(f"evaluating: {number} of {total} batches")
-            yield window
-
-    def _print_each_minute(self, line: str) -> None:
-        """In a file, whose next line may be far."""
-        if self.bar.disable and time.perf_counter() - self.printed > 60:
+    def print_each_minute(self, line: str) -> None:
+        """Print this if nothing was printed for a minute."""
+        if time.perf_counter() - self.printed > 60:
             print_main(line)
             self.printed = time.perf_counter()
 
@@ -166,16 +143,15 @@ class Logger:
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
-        self.bar.update()
-        if self.profiler is not None:
-            self.profiler.step()
+        if self.profile is not None:
+            self.profile.step()
         if self.state.step == self.first + 1:
             self.begun = time.perf_counter()
             self.printed = -math.inf  # a resumed run shows that it goes on
         if due or self.state.step == self.total_steps:
             self._write_line(step)
         else:
-            self._print_each_minute(f"step {self.state.step}/{self.total_steps}")
+            self.print_each_minute(f"step {self.state.step}/{self.total_steps}")
 
     def _write_line(self, step: Step) -> None:
         positions = torch.full_like(self.sums[STEPS], self.positions)
@@ -212,14 +188,12 @@ class Logger:
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
         progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
-        self.bar.set_postfix_str(progress, refresh=False)
-        if self.bar.disable:
-            # with evaluations; the first step is no measure
-            done = self.state.step - self.first - 1
-            each = (now - self.begun) / done if done else seconds
-            left = tqdm.format_interval((self.total_steps - self.state.step) * each)
-            print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
-            self.printed = now
+        # with evaluations; the first step is no measure
+        done = self.state.step - self.first - 1
+        each = (now - self.begun) / done if done else seconds
+        left = tqdm.format_interval((self.total_steps - self.state.step) * each)
+        print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
+        self.printed = now
         self.log(values)
         self._begin_interval()
         self.mark = now  # what logging takes belongs to the next interval
@@ -267,9 +241,8 @@ class Logger:
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
-        self.bar.close()
-        if self.profiler is not None:
-            self.profiler.close()
+        if self.profile is not None:
+            self.profile.stop()
         self.draw(now=True)
         wait_for_main()  # which may still write
         self.accelerator.wait_for_everyone()  # the next takes the process group down

@@ -14,42 +14,33 @@ STEPS = 3  # steps that warm up (the last of them under the profiler), and that 
 TRACE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
 
 
-class Profiler:
-    """Traces optimizer steps 7 to 9 after the start on the main rank, writes profile.json and
-    prints what took long.
+def start_profile(run_dir: Path, steps: int) -> profile | None:
+    """A trace of optimizer steps 7 to 9 after the start, whose `step` is called after each. It then
+    writes profile.json and prints what took long; pauses between steps (an evaluation, a save) are
+    part of it.
 
-    Pauses between steps (an evaluation, a save) are part of the trace.
+    Args:
+        steps: that the run makes; None where they are too few.
     """
+    if steps < AFTER + STEPS:
+        print_main(
+            f"no profile: it needs {AFTER + STEPS} steps after the start; this run makes {steps}"
+        )
+        return None
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / TRACE
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        schedule = torch.profiler.schedule(wait=AFTER - 1, warmup=1, active=STEPS, repeat=1)
-        self.profile = profile(activities=activities, schedule=schedule, on_trace_ready=self._write)
-        self.profile.start()
-
-    def step(self) -> None:
-        """Count an optimizer step."""
-        self.profile.step()
-
-    def close(self) -> None:
-        """End a trace that is still being made; nothing is written of it."""
-        self.profile.stop()
-        if self.profile.step_num < AFTER + STEPS:
-            print_main(
-                f"no profile: it needs {AFTER + STEPS} steps after the start; this run made "
-                f"{self.profile.step_num}"
-            )
-
-    def _write(self, trace: profile) -> None:
-        if trace.step_num < AFTER + STEPS:  # what the trace holds is the end of training
-            return
-        trace.export_chrome_trace(str(self.path))
+    def write(trace: profile) -> None:
+        path = run_dir / TRACE
+        trace.export_chrome_trace(str(path))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = trace.key_averages().table(sort_by=by, row_limit=12, max_name_column_width=60)
         print_main(
-            f"profile of {STEPS} steps ({self.path}; open it in ui.perfetto.dev):",
-            *table.splitlines(),
+            f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):", *table.splitlines()
         )
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=AFTER - 1, warmup=1, active=STEPS, repeat=1)
+    trace = profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    trace.start()
+    return trace

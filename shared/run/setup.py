@@ -310,14 +310,10 @@ class Setup:
             epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
         if isinstance(order := getattr(train, "order", None), Mixture):
             rows["mixture"] = order.describe(total_steps)
-        shares = self.strategy.shares(self.models["model"], self.optimizers)
-        processes = self.accelerator.num_processes
-        held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
         summary(
             self.name,
             {
                 "run on": launch.strategy(self.accelerator),
-                "each process holds": ", ".join(held) if processes > 1 else None,
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": batch or launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{total_steps:,} steps{epochs}",

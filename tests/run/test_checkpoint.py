@@ -276,7 +276,7 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     saver.save(TrainState(step=2))
     capsys.readouterr()
     assert saver.resume(source).step == 2
-    assert f"{source} is where this run began; it continues from its own checkpoint-000002" in capsys.readouterr().err
+    assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
 
 
 def test_one_that_was_found_damaged_does_not_take_the_place_of_a_whole_one(tmp_path):

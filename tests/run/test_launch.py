@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.utils import parse_flag_from_env
 
+from shared.data.order import seed_all
 from shared.process.errors import ConfigError, NotNow
 from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import launch
@@ -100,7 +101,7 @@ def test_sharded_gradients_are_summed_in_fp32(tmp_path):
 
 def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():
     def draw(*key):
-        launch.seed_step(*key)
+        seed_all(*key)
         return torch.rand(1).item(), random.random(), np.random.rand()
 
     assert draw(0, 5, 0) == draw(0, 5, 0)

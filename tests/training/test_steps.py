@@ -11,6 +11,7 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.parallel.strategy import Strategy
 from shared.run import guard, launch
+from shared.run import run as runs
 from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
@@ -163,7 +164,7 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
 
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
-    monkeypatch.setattr(launch, "seed_step", switching(launch.seed_step, True))
+    monkeypatch.setattr(runs, "seed_all", switching(runs.seed_all, True))
     monkeypatch.setattr(Guard, "stop_if_asked", switching(Guard.stop_if_asked, False))
     rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 1)
     never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
