@@ -113,10 +113,6 @@ def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-# differences that go without saying
-UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}
-
-
 def require_compatible(
     folder: Path,
     before: dict[str, Any],
@@ -160,9 +156,8 @@ def require_compatible(
     lines = _changes(before["settings"], now["settings"])
     facts = _changes(before, now)
     lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
-    told = [f"  {line}" for name, line in lines.items() if name not in UNTOLD]
-    if told:
-        note(f"settings that differ from those of {folder.name}:", *told)
+    if lines:
+        note(f"settings that differ from those of {folder.name}:", *lines.values())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

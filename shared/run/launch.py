@@ -277,16 +277,10 @@ def _refuse_to_leave_gpus_idle() -> None:
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if not hidden and _nvidia_gpus() and not _has_accelerator_device():
-        built = (
-            f"for CUDA {torch.version.cuda}, which needs a newer driver"
-            if torch.version.cuda
-            else "without CUDA"
-        )
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
-            f"{built}, or the driver "
-            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the "
-            "command to train on the CPU"
+            "without CUDA, or needs a newer driver (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true "
+            "before the command to train on the CPU"
         )
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import resource
 import statistics
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -268,9 +267,7 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -26,13 +26,10 @@ def tracker_name(report_to: str) -> str | None:
 
     if report_to == "none":
         return None
-    if report_to not in LOGGER_TYPE_TO_CLASS:
-        raise ConfigError(
-            f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
-        )
     if report_to not in {str(name) for name in get_available_trackers()}:
         raise ConfigError(
-            f"--report_to {report_to}: not installed (pip install {report_to}), or use none"
+            f"--report_to {report_to}: not installed (pip install {report_to}), or not one of "
+            f"none, {', '.join(LOGGER_TYPE_TO_CLASS)}"
         )
     return report_to
 
