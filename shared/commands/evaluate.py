@@ -161,9 +161,3 @@ def main() -> None:
             f"{name:>{wide}}"
             + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
         )
-    into = [run.resolve() / "evaluations" / test.stem for run in runs]
-    print("more in " + ", ".join(map(str, into)), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

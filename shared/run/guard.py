@@ -127,31 +127,21 @@ class Guard:
         finite = torch.stack([update.is_finite for update in unread]).tolist()
         if all(finite) and not self.strategy.apart:
             return  # also on the other ranks
-        rank = self.strategy.accelerator.process_index
-        own = [  # micro-batches of skipped updates
-            (
-                update.step,
-                update.norm.item(),
-                loss.isfinite().item(),
-                f"rank {rank}, micro-batch {number}: {', '.join(str(s) for s in row if s >= 0)}",
-            )
+        own = [
+            (update.step, update.norm.item(), self._bad_micro_batches(update))
             for update, is_finite in zip(unread, finite, strict=True)
             if not is_finite
-            for number, (loss, row) in enumerate(
-                zip(update.losses, update.indices, strict=False), 1
-            )
         ]
         buffers = [b for model in self.models for b in persistent_buffers(model).values()]
         is_spoiled = gather_object([bool(own) and not all(b.isfinite().all() for b in buffers)])
         skipped = gather_object(own)
-        for step in sorted({step for step, *_ in skipped}):
-            parts = [part for part in skipped if part[0] == step]
-            bad = [name for *_, is_finite, name in parts if not is_finite]
-            samples = "; ".join((bad or [name for *_, name in parts])[:8])
-            cause = "" if bad else "the gradient, not the loss; "
+        for step in sorted({step for step, _, _ in skipped}):
+            norms = [norm for at, norm, _ in skipped if at == step]
+            bad = [name for at, _, names in skipped if at == step for name in names]
+            samples = f"samples of {'; '.join(bad[:8])}" if bad else "the gradient, not the loss"
             what = (
-                f"step {step}: loss or gradient is not finite (gradient norm "
-                f"{parts[0][1]:g}; {cause}samples of {samples})"
+                f"step {step}: loss or gradient is not finite (gradient norm {norms[0]:g}; "
+                f"{samples})"
             )
             spoiled = "" if self.strategy.can_skip else "DeepSpeed has updated with it"
             if any(is_spoiled):
@@ -168,6 +158,15 @@ class Guard:
                 f"warning: {what}; the update was skipped ({self.state.skipped} of at most "
                 f"{self.max_skipped})"
             )
+
+    def _bad_micro_batches(self, update: _Update) -> list[str]:
+        rank = self.strategy.accelerator.process_index
+        parts = enumerate(zip(update.losses, update.indices, strict=False), 1)
+        return [
+            f"rank {rank}, micro-batch {number}: {', '.join(str(s) for s in samples if s >= 0)}"
+            for number, (loss, samples) in parts
+            if not loss.isfinite()
+        ]
 
     # Signals --------------------------------------------------------------------------------------
 

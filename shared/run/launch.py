@@ -35,7 +35,6 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
-from shared.run.state import better
 
 
 def start(
@@ -144,15 +143,6 @@ def start(
             )
     set_seed(seed)
     return accelerator
-
-
-def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
-    """How often a run evaluates and saves, for the summary."""
-    evaluates = config.evaluation.every(total_steps, steps_per_epoch)
-    saves = config.checkpoint.every(total_steps)
-    metric = config.evaluation.metric_for_best_model
-    best = f", keeps the best {metric} ({better(metric)} is better)" * (metric != "none")
-    return f"evaluates every {evaluates:,} steps, saves every {saves:,} steps{best}"
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:

@@ -5,7 +5,7 @@ table.
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from shared.process.printing import print_main
 
@@ -37,10 +37,7 @@ def start_profile(run_dir: Path, steps: int) -> profile | None:
             f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):", *table.splitlines()
         )
 
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=AFTER - 1, warmup=1, active=STEPS, repeat=1)
-    trace = profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    trace = profile(schedule=schedule, on_trace_ready=write)
     trace.start()
     return trace

@@ -21,7 +21,6 @@ from shared.process import ranks
 from shared.process.errors import is_out_of_memory
 from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer
-from shared.run.state import TrainState
 from shared.training.optim import fill_state
 from shared.training.step import reduced
 
@@ -90,7 +89,7 @@ class Rehearsal:
                     self.strategy.backward(loss(batch), 0.0)
         self._clear_gradients()
 
-    def dress_rehearsal(self, saver: Checkpointer, state: TrainState) -> None:
+    def dress_rehearsal(self, saver: Checkpointer) -> None:
         """Do once what would otherwise fail after hours: the longest batch, a save and a load.
 
         Raises:
@@ -105,7 +104,7 @@ class Rehearsal:
             if not self._fits(self.loader.per_device):
                 raise torch.OutOfMemoryError("the longest batch does not fit")
             trained = time.perf_counter()
-            size = saver.save_and_load(state)
+            size = saver.save_and_load()
         saved = time.perf_counter()
         print_main(
             f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of "

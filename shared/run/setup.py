@@ -34,7 +34,7 @@ from shared.run.checkpoint_files import refuse_changes, settings_of
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
-from shared.run.state import TrainState
+from shared.run.state import better
 from shared.training import defaults, optim
 
 # Rows of the summary that only summary.txt has.
@@ -235,7 +235,7 @@ class Setup:
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
         trial.settle_ddp()
         if self.config.checkpoint.dress_rehearsal and not self._before:
-            trial.dress_rehearsal(Checkpointer(self, ""), TrainState())
+            trial.dress_rehearsal(Checkpointer(self, ""))
         return self.config
 
     def start(
@@ -310,6 +310,11 @@ class Setup:
             epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
         if isinstance(order := getattr(train, "order", None), Mixture):
             rows["mixture"] = order.describe(total_steps)
+        cadence = f"evaluates every {config.evaluation.every(total_steps, epoch):,} steps"
+        cadence += f", saves every {config.checkpoint.every(total_steps):,} steps"
+        metric = config.evaluation.metric_for_best_model
+        if metric != "none":
+            cadence += f", keeps the best {metric} ({better(metric)} is better)"
         summary(
             self.name,
             {
@@ -317,7 +322,7 @@ class Setup:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": batch or launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{total_steps:,} steps{epochs}",
-                "cadence": launch.cadence_line(config, total_steps, epoch),
+                "cadence": cadence,
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
                 "output": f"{self.dir}; summary.txt there says more",
