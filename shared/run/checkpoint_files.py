@@ -103,7 +103,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     Args:
         manifest: facts about the run, its state, and of all files checksum and size.
     """
-    manifest = {"format": FORMAT} | manifest
+    manifest = json.loads(json.dumps({"format": FORMAT} | manifest))  # keys are texts, as in JSON
     manifest["sha256"] = _digest_of(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     faults.point("save.manifest")

@@ -303,7 +303,6 @@ class Setup:
         self, train: Any, total_steps: int, samples: str, rows: dict[str, Any]
     ) -> None:
         config = self.config
-        batch = rows.pop("batch", None)
         epoch = train.steps_per_epoch
         epochs = ""
         if epoch:
@@ -315,18 +314,14 @@ class Setup:
         metric = config.evaluation.metric_for_best_model
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
-        summary(
-            self.name,
-            {
-                "run on": launch.strategy(self.accelerator),
-                **{name.replace("_", " "): value for name, value in rows.items()},
-                "batch": batch or launch.batch_line(config.batch, self.accelerator, samples),
-                "budget": f"{total_steps:,} steps{epochs}",
-                "cadence": cadence,
-                "optimizer": rows.get("optimizer", config.optim.describe()),
-                **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
-                "output": f"{self.dir}; summary.txt there says more",
-            },
-            details=DETAILS,
-            file=self.dir / "summary.txt",
-        )
+        lines = {
+            "run on": launch.strategy(self.accelerator),
+            "batch": launch.batch_line(config.batch, self.accelerator, samples),
+            "budget": f"{total_steps:,} steps{epochs}",
+            "cadence": cadence,
+            "optimizer": config.optim.describe(),
+        }
+        lines |= {name.replace("_", " "): value for name, value in rows.items()}
+        lines["by default"] = "; ".join(self._chosen) or None
+        lines["output"] = f"{self.dir}; summary.txt there says more"
+        summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")

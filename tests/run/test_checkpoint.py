@@ -63,11 +63,11 @@ def train(model, optimizers, first, last):
 def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name):
     model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
     train(model, optimizers, 1, 3)
-    saver.save(TrainState(step=3, targets=7, notes={"before": {"eval_loss": 1.5}}))
+    saver.save(TrainState(step=3, targets=7, notes={"before": {"eval_loss": 1.5}, "by": {2: "b", 10: "a"}}))
     expected = train(model, optimizers, 3, 6)
     model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
     state = saver.resume()
-    assert (state.step, state.targets, state.notes) == (3, 7, {"before": {"eval_loss": 1.5}})
+    assert (state.step, state.targets, state.notes) == (3, 7, {"before": {"eval_loss": 1.5}, "by": {"2": "b", "10": "a"}})
     assert train(model, optimizers, 3, 6) == expected
 
 
