@@ -48,10 +48,6 @@ ONLY = {
 }
 
 
-class Failed(CleanExit):
-    """The template could not evaluate."""
-
-
 def settings(run: Path, weights: Path) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or
     base (no folder).
@@ -96,7 +92,7 @@ def evaluate(
     if done.returncode:
         shutil.rmtree(folder)
         cause = re.search(r"^error: (.*)", done.stderr, re.M)
-        raise Failed(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
+        raise CleanExit(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point

@@ -22,7 +22,6 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    compare_versions,
     set_seed,
 )
 from torch import nn
@@ -70,7 +69,7 @@ def start(
     _refuse_second_answers()
     _refuse_fewer_processes_than_asked_for()
     world_size = ranks.world_size()
-    if world_size > 1 and not on_cpu and not _has_accelerator_device():
+    if world_size > 1 and not on_cpu and not torch.accelerator.is_available():
         raise NotNow(
             f"{world_size} processes were launched but no GPU is visible, so each would "
             "train a model of its own. "
@@ -129,10 +128,7 @@ def start(
             "fp16 needs a GPU, and none is in use: launch on one, or with `--mixed_precision no`"
         )
     if accelerator.device.type == "cuda":
-        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by
-        # matrix products, also in mixed precision, and TF32 cannot tell the position 2049 from
-        # 2048.
-        if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
+        if accelerator.mixed_precision == "no":  # fp32 is asked for: TF32 in matrix products
             torch.set_float32_matmul_precision("high")
         # not on a T4, say
         better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -190,10 +186,6 @@ def strategy(accelerator: Accelerator) -> str:
     if device == "cuda":
         device += f": {torch.cuda.get_device_name()}"
     return f"{spread} on {device}, {precision}{repeats}"
-
-
-def _has_accelerator_device() -> bool:
-    return torch.accelerator.is_available()
 
 
 def _refuse_second_answers() -> None:
@@ -266,7 +258,7 @@ def _refuse_to_leave_gpus_idle() -> None:
     hundred times slower.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not hidden and _nvidia_gpus() and not _has_accelerator_device():
+    if not hidden and _nvidia_gpus() and not torch.accelerator.is_available():
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
             "without CUDA, or needs a newer driver (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true "

@@ -61,13 +61,11 @@ class Rehearsal:
                 fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
                 if not fewer:
                     raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
-                smaller = max(fewer)
-                more = asked // smaller
                 print_main(
-                    f"out of memory with {rows} at once; trying {smaller} at once, accumulated "
-                    f"{more} times as often"
+                    f"out of memory with {rows} at once; trying {max(fewer)} at once, accumulated "
+                    f"{asked // max(fewer)} times as often"
                 )
-                rows = smaller
+                rows = max(fewer)
         self.loader.per_device = rows
         return rows
 

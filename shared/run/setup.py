@@ -89,16 +89,14 @@ class Setup:
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
-        # preprocessing makes no run folder
-        if not getattr(config.data, "preprocess_only", False):
-            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
         self.kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
         self._before: dict[str, Any] = {}
-        if self.dir != Path():
+        if not getattr(config.data, "preprocess_only", False):  # which makes no run folder
+            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
             named = config.checkpoint.resume_from_checkpoint
             folder, self._before = on_main(partial(settings_of, self.dir, named))
             # before minutes of loading; `Checkpointer.resume` looks at all settings

@@ -92,7 +92,7 @@ def write(
         checksum and size of the file, as `files.digest` gives them.
     """
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
-    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"}
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
     save_file({name: tensors[name].contiguous() for name in pieces}, path, metadata)
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -70,13 +70,16 @@ class Tracker:
     def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
         import wandb
 
+        is_logged_in = False
+        with contextlib.suppress(Exception):  # no key, or none that W&B takes
+            is_logged_in = wandb.login(prompt=False, verify=False)
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
         options: dict[str, Any] = {
             "id": self.state.tracker_run_id,
             "name": name,
             "dir": str(self.run_dir),
             "resume": "allow",
-            "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
+            "mode": os.environ.get("WANDB_MODE") or ("online" if is_logged_in else "offline"),
             # Its metadata are the command line, where secrets may stand, and machine, user and
             # repository.
             "settings": wandb.Settings(
@@ -143,11 +146,3 @@ class Tracker:
         """End the tracker's run, and the process group. Every rank calls this."""
         with self._or_without():
             self.accelerator.end_training()
-
-
-def _wandb_login() -> bool:
-    import wandb
-
-    with contextlib.suppress(Exception):  # no key, or none that W&B takes
-        return bool(wandb.login(prompt=False, verify=False))
-    return False

@@ -77,7 +77,7 @@ def test_sizes_that_would_train_something_else_are_refused(monkeypatch, sizes, s
 
 def test_a_gpu_that_pytorch_cannot_use_is_not_left_idle_in_silence(monkeypatch):
     monkeypatch.setattr(launch, "_nvidia_gpus", lambda: ["/dev/nvidia0"])
-    monkeypatch.setattr(launch, "_has_accelerator_device", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(NotNow, match=r"this machine has a GPU, but PyTorch .* cannot use it"):
