@@ -207,7 +207,7 @@ def test_git_merges_later_templates_as_the_page_says(origin, tmp_path):
     project, configs = tmp_path / "my-project", tmp_path / "my-project/accelerate_configs"
 
     def shell(script):
-        script = script.replace("accelerate-training-templates", "origin").replace("git pull && ", "")
+        script = script.replace("accelerate-training-templates", "origin").replace("git pull\n", "")
         script = script.replace(
             "python -m shared new lora_finetune", f"PYTHONPATH=$PWD {sys.executable} -m shared new pretrain"
         )
