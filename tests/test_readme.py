@@ -479,7 +479,7 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [p for p in parts("shared") if p.split()[3] in ("new", "plan")])
 def test_a_command_of_the_package(part, world, tmp_path):
-    words = {"../my-project": tmp_path / "my-project"}
+    words = {"../my-project": tmp_path / "my-project", "../upgrade/my-project": tmp_path / "upgraded"}
     tokens = [str(words.get(token, world.get(token, token))) for token in shlex.split(part)[1:]]
     done = subprocess.run([sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout, done.stderr
