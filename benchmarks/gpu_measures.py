@@ -192,12 +192,12 @@ class Loop:
 
     def step(self) -> torch.Tensor:
         """The loss summed over the batch, on the device."""
-        from shared.run import launch
+        from shared.data.order import seed_all
         from shared.training import optim
         from shared.training.step import Step
 
         window, finite = self.windows[self.state.step % len(self.windows)], self.guard.finite
-        launch.seed_step(0, self.state.step, 0)
+        seed_all(0, self.state.step, 0)
         rate = optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         self.state.advance(window)
         step = Step(self.strategy, [self.model], window, number=self.state.step, rate=rate, verdict=finite)
@@ -690,7 +690,8 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     config = template("pretrain").Config(
         speed=FullSpeedConfig(async_save=in_background), checkpoint=CheckpointConfig(save_total_limit=1)
     )
-    saver = Checkpointer(loop.strategy, {"model": loop.model}, loop.optimizers, folder, config, data="none")
+    parts = {"models": {"model": loop.model}, "optimizers": loop.optimizers, "dir": folder, "config": config}
+    saver = Checkpointer(SimpleNamespace(strategy=loop.strategy, ema=None, kept={}, **parts), "none")  # type: ignore[arg-type]
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
     tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free

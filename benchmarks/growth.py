@@ -292,7 +292,8 @@ def save(options: argparse.Namespace) -> Callable[[], Any]:
     run_dir = Path(options.folder, "run")
     run_dir.mkdir()
     model, optimizer = trained(options)
-    saver = Checkpointer(Strategy(Accelerator(cpu=True)), {"model": model}, [optimizer], run_dir, config, data="")
+    parts = {"models": {"model": model}, "optimizers": [optimizer], "dir": run_dir, "config": config}
+    saver = Checkpointer(SimpleNamespace(strategy=Strategy(Accelerator(cpu=True)), ema=None, kept={}, **parts), "")  # type: ignore[arg-type]
     saver.save(TrainState(step=1))
     return lambda: saver.save(TrainState(step=2))
 

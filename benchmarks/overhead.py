@@ -171,7 +171,7 @@ def project_loop(options: argparse.Namespace) -> Row:
     from shared.data.loader import Loader
     from shared.data.order import Order
     from shared.parallel import sharding
-    from shared.run import launch
+    from shared.run import run as runs
     from shared.run.setup import Setup
     from shared.training import optim
 
@@ -221,7 +221,7 @@ def project_loop(options: argparse.Namespace) -> Row:
     )
     run = setup.start(loader, fingerprint="ready", total_steps=never)
     if options.parts:
-        timed(launch, "seed_step", "seeds", before="next window")
+        timed(runs, "seed_all", "seeds", before="next window")
         timed(optim, "set_learning_rate", "learning rate")
         timed(run.guard, "finite", "finite?")
         timed(run.logger, "step", "count and log")

@@ -1,4 +1,4 @@
-"""New projects: whole, small, working at once, and upgraded without losing an edit."""
+"""New projects: whole, small, working at once, and git merges later templates without losing an edit."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def projects(tmp_path_factory):
 def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     folder = projects / name
     modules = {str(p.relative_to(folder)) for p in folder.rglob("*.py")}
-    assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/upgrade.py"}
+    assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/run.py"}
     assert not any(module.startswith(("tools/", "shared/commands/ask")) for module in modules)
     users = {
         "images/files": ("image_classification",),
@@ -136,14 +136,11 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     run = "ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no train.py"
     assert said == f"cd '{folder}' && pip install -r requirements.txt && {run}"
     assert f"\n{run}\n" in (folder / "README.md").read_text()
-    assert (folder / ".git").is_dir() and then.startswith("git add -A && git commit -m templates ")
+    assert (folder / ".git").is_dir() and then.startswith("git add -A && git commit -m templates && git branch templates ")
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
-    assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
-    assert (
-        done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; a checkout " in done.stderr
-    )
+    assert done.returncode == 2 and "no command 'plan': there is audit, run, verify-resume; a checkout " in done.stderr
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -203,66 +200,49 @@ def contents(folder):
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not {"__pycache__", ".git"} & {*p.parts}}
 
 
-def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
-    project, no_change = tmp_path / "project", "no change in the templates since"
+def test_git_merges_later_templates_as_the_page_says(origin, tmp_path):
+    """Edits stay, improvements come, conflicts are marked; a renamed file is followed, a deleted one is a conflict."""
+    page = (ROOT / "docs/copying.md").read_text().split("## Later improvements")[1]
+    first, later = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    project, configs = tmp_path / "my-project", tmp_path / "my-project/accelerate_configs"
+
+    def shell(script):
+        script = script.replace("accelerate-training-templates", "origin").replace("git pull\n", "")
+        script = script.replace(
+            "python -m shared new lora_finetune", f"PYTHONPATH=$PWD {sys.executable} -m shared new pretrain"
+        )
+        names = {f"GIT_{who}_{what}": "me" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        return subprocess.run(["bash", "-ec", script], cwd=project, env=os.environ | names, capture_output=True, text=True)
+
     shared("new", "pretrain", project, cwd=origin)
-    assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
-    alone, within = tmp_path / "alone", tmp_path / "larger/within"  # a copy has another name; in no repository, and in one
-    for copy in (alone, within):
-        shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".git"))
-    git(within.parent, "init", "--quiet")
-    for folder in (project, within.parent):
-        commit(folder)
+    assert git(origin, "rev-parse", "HEAD").strip() in (project / "README.md").read_text()
+    assert shell(first).returncode == 0
 
     with (project / "train.py").open("a") as script:  # edits of the user
         script.write("# mine\n")
-    configs = project / "accelerate_configs"
     change(configs / "ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp16")
-    change(configs / "cpu.yaml", "One process", "My process")
     change(project / "shared/training/optim.py", '"""', '"""Mine. ')
     (project / "mine.py").write_text("print('mine')\n")
-    (configs / "hsdp.yaml").unlink()
     (project / "shared/training/step.py").rename(project / "steps.py")
+    commit(project)
+    before = contents(project)
 
     change(origin / "templates/pretrain.py", '"""', '"""Better. ')  # later changes of the templates
     change(origin / "accelerate_configs/ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
-    change(origin / "accelerate_configs/hsdp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
     for name in ("shared/data/loader.py", "shared/training/step.py"):
         change(origin / name, '"""', '"""Better. ')
     (origin / "shared/data/extra.py").write_text('"""A new module."""\n')
     with (origin / "shared/data/loader.py").open("a") as module:
         module.write("from shared.data import extra\n")
-    for removed in ("fp8", "cpu"):
-        (origin / f"accelerate_configs/{removed}.yaml").unlink()
-    (project / "jobs/slurm.sh").write_text("#!/bin/sh\n")  # not committed, and not the templates' to change
-    assert no_change in shared("upgrade", "--check", "--source", origin, cwd=project).stdout  # nor are theirs
+    (origin / "accelerate_configs/fp8.yaml").unlink()
     commit(origin)
-    refused = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert refused.returncode == 2 and "error: first commit your edits, so that git can undo" in refused.stderr
-    commit(project)
 
-    before = contents(project)
-    checked = shared("upgrade", "--check", "--source", origin, cwd=project, check=False)
-    assert before == contents(project) and checked.returncode == 1
-    assert checked.stdout.splitlines() == [
-        "an upgrade would do this:",
-        "  accelerate_configs/cpu.yaml: deleted in the templates; you changed it, and it stays",
-        "  accelerate_configs/ddp.yaml: changed on both sides: a conflict to solve in it",
-        "  accelerate_configs/fp8.yaml: deleted",
-        "  accelerate_configs/hsdp.yaml: changed in the templates; you deleted it, and it stays deleted",
-        "  shared/data/extra.py: new",
-        "  shared/data/loader.py: changed",
-        "  steps.py: changed",
-        "  train.py: changed",
-    ]
-
-    done = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert done.returncode == 1 and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
-    again = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert again.returncode == 2 and "first commit your edits" in again.stderr
+    done = shell(later)
+    assert done.returncode == 1 and "CONFLICT (content): Merge conflict in accelerate_configs/ddp.yaml" in done.stdout
+    assert done.stdout.count("CONFLICT") == 1, done.stdout + done.stderr
     after = contents(project)
     changed = {str(p.relative_to(project)) for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
-    of_two = {"train.py", "steps.py", "shared/data/loader.py", "shared/data/extra.py", ".template.json"}
+    of_two = {"train.py", "steps.py", "shared/data/loader.py", "shared/data/extra.py", "README.md"}
     assert changed == of_two | {"accelerate_configs/ddp.yaml", "accelerate_configs/fp8.yaml"}
     train = (project / "train.py").read_text()
     assert train.startswith('r"""Better. ') and train.endswith("# mine\n")
@@ -271,52 +251,6 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     assert "<<<<<<< HEAD\nmixed_precision: fp16\n" in config
     assert "=======\nmixed_precision: fp8\n>>>>>>> templates" in config
     assert not (configs / "fp8.yaml").exists() and os.access(project / "jobs/slurm.sh", os.X_OK)
-    commit(project)
-    assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
-
-    shared("new", "pretrain", tmp_path / "today/project", cwd=origin)  # which what nobody has edited becomes
-    today = {p.relative_to(tmp_path / "today/project"): text for p, text in contents(tmp_path / "today/project").items()}
-    for folder in (alone, within):
-        assert "  shared/data/extra.py: new\n" in shared("upgrade", "--source", origin, cwd=folder).stdout
-        assert {p.relative_to(folder): text for p, text in contents(folder).items()} == today
-
-
-def test_a_source_that_cannot_say_what_changed_is_named(origin, tmp_path):
-    """It has moved, has no history, or another one; and what a project says is not trusted."""
-    project, record = tmp_path / "project", tmp_path / "project/.template.json"
-
-    def refused(source, message):
-        done = shared("upgrade", "--source", source, cwd=project, check=False)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-    shared("new", "pretrain", project, cwd=origin)
-    written = json.loads(record.read_text())
-    assert written == {"name": "project", "templates": ["pretrain"], "commit": git(origin, "rev-parse", "HEAD").strip()}
-    moved = origin.rename(tmp_path / "moved")
-    refused(origin, "origin: git rev-list: fatal: cannot change to")
-    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
-    git(moved, "checkout", "--quiet", "-b", "proposed")  # by somebody whose code nobody has accepted
-    git(moved, "commit", "--quiet", "--allow-empty", "-m", "run me")
-    proposed = git(moved, "rev-parse", "HEAD").strip()
-    git(moved, "checkout", "--quiet", "-")
-    for commit, message in (
-        (proposed, f"its history lacks commit {proposed}, which made this project"),
-        ("--output=x", "its history lacks commit --output=x"),
-        ("", "its history lacks this project: it was made without git"),
-    ):
-        record.write_text(json.dumps(written | {"commit": commit}))
-        refused(moved, message)
-    git(moved, "commit", "--quiet", "--allow-empty", "-m", "later")
-    record.write_text(json.dumps(written | {"templates": ["--help"]}))
-    refused(moved, "`new` failed at ")
-    record.write_text(json.dumps(written))
-    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
-    assert json.loads(record.read_text())["commit"] == git(moved, "rev-parse", "HEAD").strip()
-    shutil.rmtree(moved / ".git")
-    shared("new", "pretrain", tmp_path / "new", cwd=moved)
-    assert json.loads((tmp_path / "new/.template.json").read_text())["commit"] == ""
-    record.unlink()
-    refused(moved, "was this project made by `new`?")
 
 
 def test_versions_are_the_same_wherever_they_are_written():

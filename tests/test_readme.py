@@ -48,6 +48,7 @@ KINDS = {
     r"pip install --no-deps |PYTHONPATH=packages python benchmarks/": "other tool",
     r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |pip install \"": "other tool",
     r"git clone |cd accelerate-training-templates$|python llama\.cpp/|echo \"FROM|ollama ": "other tool",
+    r"git (add|commit|branch|worktree|merge|-C) |cd \.\./|git pull$": "other tool",
     r"mkdir -p runs$|nvidia-smi$|python -c |curl |head -1 |cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
 # What a user's values become here; flags that are not shown stay away.
@@ -199,7 +200,7 @@ def test_the_messages_and_exit_codes_are_those_of_the_source():
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
     spans = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
     others = "(?i)addr|DataLoader|ProcessError|FailedError|SignalException|KeyboardInterrupt|values were not passed|config"
-    others += "|Watchdog|deterministic implementation"
+    others += "|Watchdog|deterministic implementation|No working C|find C compiler"
     ours = [text for text in spans if not re.search(others, text)]
     assert len(ours) >= 7 and [text for text in ours if text.strip(" .") not in source] == []
     codes = set(re.findall(r"exit_code = (\d+)", source)) | {"0"}
@@ -478,7 +479,7 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [p for p in parts("shared") if p.split()[3] in ("new", "plan")])
 def test_a_command_of_the_package(part, world, tmp_path):
-    words = {"../my-project": tmp_path / "my-project"}
+    words = {"../my-project": tmp_path / "my-project", "../upgrade/my-project": tmp_path / "upgraded"}
     tokens = [str(words.get(token, world.get(token, token))) for token in shlex.split(part)[1:]]
     done = subprocess.run([sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout, done.stderr

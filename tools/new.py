@@ -7,7 +7,6 @@ python -m shared new pretrain lora_finetune ../my-project      # several templat
 import argparse
 import ast
 import importlib.metadata
-import json
 import re
 import shlex
 import shutil
@@ -15,11 +14,10 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shared.commands.upgrade import RECORD
 from shared.process.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[1]
-COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared` in a project
+COMMANDS = ("run", "verify_resume", "audit")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
     "grpo": "sequence_parallel",
@@ -234,9 +232,8 @@ sbatch jobs/slurm.sh {first}
 
 ## Upgrade
 
-`python -m shared upgrade --source ../templates` merges later changes of the templates into your files; `--source` names a
-git checkout of them. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes.
-`.template.json` names the commit that your files come from. In the checkout, `python -m shared plan` predicts GPU memory.
+Git merges later changes of the templates into your files. Your edits stay, and conflicts are marked: see "Later improvements" in
+`docs/copying.md` of the templates' repository{_commit()}. There, `python -m shared plan` predicts GPU memory.
 What comes from the templates is under the Apache License 2.0: see `shared/LICENSE`.
 """
 
@@ -295,19 +292,14 @@ def main() -> None:
     names = tuple(dict.fromkeys(options.templates))
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
     files = build(names, called)
-    create(folder, names, files, called)
-    if _git("status", "--porcelain", "--untracked-files=no"):
-        print(
-            "The templates have changes that are not committed: `upgrade` will "
-            "take them for your edits."
-        )
+    create(folder, files)
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(
         f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}"
     )
     print(
-        "  git add -A && git commit -m templates    # so that git shows your "
-        "edits, and can undo an upgrade"
+        "  git add -A && git commit -m templates && git branch templates    # so that git shows your "
+        "edits, and merges later templates"
     )
 
 
@@ -319,32 +311,29 @@ def put(path: Path, content: bytes) -> None:
         path.chmod(path.stat().st_mode | 0o111)
 
 
-def _git(*arguments: str) -> str:
-    """What git says of the templates; nothing without git or history."""
+def _commit() -> str:
+    """The commit of the templates, for the README; empty without git or history."""
+    git = ["git", "-C", str(SOURCE), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(
-            ["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True
-        ).stdout.strip()
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+    return f", whose commit {commit} made this project" if commit else ""
 
 
-def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called: str) -> None:
-    """Write a project, with a record for `upgrade`, and make it a git repository if it is not
-    inside one.
+def create(folder: Path, files: dict[str, bytes]) -> None:
+    """Write a project, and make it a git repository if it is not inside one.
 
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
     """
-    record = {"name": called, "templates": list(names), "commit": _git("rev-parse", "HEAD")}
     try:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != ".git" for path in folder.iterdir()):
             raise ConfigError(
                 f"{folder} exists and is not empty: choose another folder, nothing is overwritten"
             )
         for name, content in files.items():
             put(folder / name, content)
-        put(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     git = ["git", "-C", str(folder)]

@@ -13,7 +13,6 @@ on, and no step to train. What it writes is in RUN/evaluations/<name of your dat
 """
 
 import argparse
-import contextlib
 import re
 import shutil
 import subprocess
@@ -47,10 +46,6 @@ ONLY = {
     "eval_samples": 10**9,
     "merge_adapter": False,
 }
-
-
-class Failed(CleanExit):
-    """The template could not evaluate."""
 
 
 def settings(run: Path, weights: Path) -> dict[str, Any]:
@@ -88,25 +83,16 @@ def evaluate(
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
-    output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        [*command, "--config", str(folder / "settings.yaml")], **output
-    ) as process:
-        lines = []
-        for line in process.stderr or ():
-            lines.append(line)
-            if line.startswith("evaluating: "):
-                print(f"  {line}", end="", file=sys.stderr, flush=True)
-    said = "".join(lines)
-    if process.returncode:
+    done = subprocess.run(
+        [*command, "--config", str(folder / "settings.yaml")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
         shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # they hold an earlier evaluation
-            whole.parent.rmdir()
-            whole.parent.parent.rmdir()
-        cause = re.search(r"^error: (.*)", said, re.M)
-        raise Failed(cause[1] if cause else f"{said}\nthe template ended with an error")
-    if read := re.search(r"^  data .*?; ([^;\n]*\bvalidat[^;\n]*)", said, re.M):
-        print(f"  {read[1]}", file=sys.stderr)
+        cause = re.search(r"^error: (.*)", done.stderr, re.M)
+        raise CleanExit(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
@@ -171,9 +157,3 @@ def main() -> None:
             f"{name:>{wide}}"
             + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
         )
-    into = [run.resolve() / "evaluations" / test.stem for run in runs]
-    print("more in " + ", ".join(map(str, into)), file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

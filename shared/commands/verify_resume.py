@@ -46,7 +46,7 @@ OURS = {
 }
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
-    "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint "
+    "a step may depend only on its number, the seed and what the checkpoint "
     "holds: the model, the "
     "optimizers, run.state.notes and setup.keep"
 )
@@ -92,47 +92,24 @@ def train(
     steps: int,
     kill_after: int | None = None,
     deterministic: bool = True,
-    show_progress: bool = False,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
     and saved a checkpoint.
 
-    Args:
-        show_progress: print what it loads, its steps and its evaluations.
-
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
     """
-    flags = [
-        "--output_dir",
-        run_dir,
-        "--max_steps",
-        steps,
-        "--save_steps",
-        max(1, steps // 3),
-        "--save_total_limit",
-        9,
-    ]
-    flags += [
-        "--logging_steps",
-        1,
-        "--report_to",
-        "none",
-        "--audit_data",
-        *(["--deterministic"] if deterministic else []),
-    ]
+    flags = ["--output_dir", str(run_dir), *["--deterministic"] * deterministic]
+    flags += f"--max_steps {steps} --save_steps {max(1, steps // 3)} --save_total_limit 9".split()
+    flags += ["--logging_steps", "1", "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
-    with log.open("a") as output, log.open(errors="replace") as lines:
-        lines.seek(0, os.SEEK_END)
+    with log.open("a") as output:
         process = subprocess.Popen(
-            [*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env
+            [*command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env
         )
         while process.poll() is None:
-            for line in lines:
-                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
-                    print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
             if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
@@ -248,7 +225,6 @@ def verify(
             steps=steps,
             kill_after=kill_after,
             deterministic=deterministic,
-            show_progress=verbose,
         )
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs(

@@ -14,7 +14,6 @@ from typing import IO, Any
 import xxhash
 
 from shared.process import faults
-from shared.process.errors import ConfigError
 
 # The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
 _FILES_ONLY = {
@@ -111,19 +110,6 @@ def remove(folder: Path) -> None:
 NOT_REGULAR = (
     "not a regular file, but a pipe, a socket or a device, which could be waited for without end"
 )
-
-
-def inside(folder: Path, name: str) -> Path:
-    """`folder / name`, where a file of the folder, which others may have written, names another
-    one.
-
-    Raises:
-        ConfigError: it leads out of the folder, by `..`, as an absolute path, or by a link.
-    """
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{folder}: {name!r} leads out of this folder")
-    return path
 
 
 def open_regular(path: Path, mode: str = "w") -> IO[Any]:

@@ -7,97 +7,74 @@ numbers depend on the step alone, so only the step is saved.
 
 import contextlib
 import dataclasses
-import json
+import importlib.metadata
 import secrets
 import shutil
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import nn
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
-from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
+from shared.models.hub import identity_of_frozen
+from shared.models.weights import average_buffers, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
-from shared.parallel.strategy import Strategy
 from shared.process import faults
 from shared.process.collectives import on_main
-from shared.process.errors import NotNow, first_line, is_out_of_memory
+from shared.process.errors import first_line, is_out_of_memory
 from shared.process.files import commit, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
 from shared.run.checkpoint_files import (
-    MANIFEST,
-    STATE,
     CheckpointError,
-    NoAnswer,
     checkpoints,
+    facts_of,
     require_compatible,
-    run_of,
     verify,
-    versions,
     write_manifest,
 )
 from shared.run.folder import run_id
 from shared.run.state import TrainState
-from shared.run.tensors import TensorReader, pieces_of, share_out, write
+from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
+
+if TYPE_CHECKING:
+    from shared.run.setup import Setup
+
+
+PACKAGES = ("torch", "accelerate", "transformers")
 
 
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
     Args:
-        strategy: of the run.
-        models: as `Setup.prepare` returned them, by name; final/ is made of "model".
-        optimizers: of all models.
-        run_dir: where `checkpoint-000120/` and its siblings go.
-        config: the template's. Its `checkpoint` group says how many stay; its values are compared
-            on resume.
+        setup: of the run, with all models prepared; final/ is made of "model".
         data: fingerprint of the samples; resuming with others is refused.
-        base: fingerprint of weights that are not trained, and so not saved.
-        ema: the moving average of the weights, if there is one.
-        extra: more tensors of the run, by name. They are saved and loaded in place.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        models: Mapping[str, nn.Module],
-        optimizers: list[Any],
-        run_dir: Path,
-        config: Any,
-        *,
-        data: str,
-        base: str = "",
-        ema: WeightCopy | None = None,
-        extra: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.ema = ema
-        self.extra = dict(extra or {})
+    def __init__(self, setup: "Setup", data: str) -> None:
+        strategy = self.strategy = setup.strategy
         accelerator = self.accelerator = strategy.accelerator
-        self.run_dir = run_dir
-        self.data = data
-        self.base = base
+        config = setup.config
+        self.ema = setup.ema
+        self.extra = setup.kept
+        self.run_dir = setup.dir
+        self.optimizers = setup.optimizers
         self.options: CheckpointConfig = config.checkpoint
-        self.in_background: bool = config.speed.async_save
-        self.settings = redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
-        self.optimizers = optimizers
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        for name, model in models.items():
+        for name, model in setup.models.items():
             prefix = "" if name == "model" else f"{name}/"
             whole = accelerator.unwrap_model(model)
             reshard(whole)  # gathered weights are other Parameter objects
@@ -107,19 +84,27 @@ class Checkpointer:
                 prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
             }
             self.buffers |= _named(prefix, persistent_buffers(whole))
-        self.model = accelerator.unwrap_model(models["model"])
-        self.run: str = on_main(partial(run_id, run_dir))
+        self.model = accelerator.unwrap_model(setup.models["model"])
+        settings = configs.flatten(config)
+        self.facts = {  # of the run, in each manifest
+            "run": on_main(partial(run_id, setup.dir)),
+            "data": data,
+            # of weights that are not trained, and so not saved
+            "base": identity_of_frozen(settings.get("model_name_or_path") or "", self.model),
+            "replicas": strategy.apart,
+            "settings": redact(settings),
+            "strategy": launch.strategy(accelerator),
+            "versions": [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES],
+            "world_size": accelerator.num_processes,
+        }
         self.latest: Path | None = None
-        self.passed_over: list[Path] = []  # newer ones than the one that was resumed
+        self.damaged: set[Path] = set()  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
-        if self.in_background:
+        self.thread: ThreadPoolExecutor | None = None
+        if config.speed.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
-            # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors
-            # below 1 MiB are not pinned: two of them on one page cannot both be.
-            self.on_gpu = accelerator.device.type == "cuda"
-            self.stager = StateDictStager(pin_memory=self.on_gpu, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
@@ -133,10 +118,8 @@ class Checkpointer:
         live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(
-        self, step: int, saved: Container[str] = ()
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers.
+    def _live(self, step: int, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """The live tensors by name: trained parameters, buffers, optimizers.
 
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
         read back if as many ranks resume, else the shared value is.
@@ -147,32 +130,30 @@ class Checkpointer:
         if self.ema:
             tensors |= _named("ema.", self.ema.tensors)
         trained = _named("model.", self.buffers)
-        scalars: dict[str, Any] = {}
         elsewhere = self.strategy.gather(self.trainable, step)
         if elsewhere is not None:
-            return tensors | trained | elsewhere, scalars
+            return tensors | trained | elsewhere
         trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
-                into: dict[str, Any] = trained if isinstance(value, torch.Tensor) else scalars
-                into[f"optimizer.{name_of[parameter]}.{key}"] = value
+                trained[f"optimizer.{name_of[parameter]}.{key}"] = value
         if prefix := self.strategy.prefix:
             trained = {prefix + name: local_part(value) for name, value in trained.items()}
-        return tensors | trained, scalars
+        return tensors | trained
 
-    def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _to_save(self, step: int) -> dict[str, torch.Tensor]:
         """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
         as many ranks.
         """
-        tensors, scalars = self._live(step)
+        tensors = self._live(step)
         own = self._statistics()
         if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
             average_buffers(self.accelerator, [mean])
             tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
-        return tensors, scalars
+        return tensors
 
     def save(self, state: TrainState) -> None:
         """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every
@@ -187,61 +168,44 @@ class Checkpointer:
             CheckpointError: on all ranks, naming the rank that failed, here or in the save before,
                 if that was in the background; nothing saved before is lost.
         """
-        failed: CheckpointError | None = None
-        try:
-            self.wait()
-        except CheckpointError as error:
-            failed = error  # still try this save
-        if state.step > 0 and self.latest != self.run_dir / f"checkpoint-{state.step:06d}":
-            self._save(state)
-        if failed is not None:
-            self.wait()
-            raise failed
+        self.wait()
+        folder = self.run_dir / f"checkpoint-{state.step:06d}"
+        if state.step > 0 and self.latest != folder:
+            self._save(state, folder)
 
-    def _save(self, state: TrainState, prefix: str = "") -> None:
-        folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
+    def _save(self, state: TrainState, folder: Path) -> None:
         temporary = self.run_dir / f".tmp-checkpoint-{state.step:06d}"
         if self.accelerator.is_main_process:
             with contextlib.suppress(OSError):  # reported below: writing into it fails
                 new_folder(temporary)
-        self.accelerator.wait_for_everyone()
         reshard(self.model)  # an evaluation may have left weights gathered
-        tensors, scalars = self._to_save(state.step)
-        content = dataclasses.asdict(state) | {"scalars": scalars}
-        if self.accelerator.scaler is not None:  # fp16's loss scale
-            content["scaler"] = self.accelerator.scaler.state_dict()
-        manifest = {
-            "run": self.run,
+        tensors = self._to_save(state.step)
+        held = self._gather(pieces_of(tensors))  # from here on the temporary folder is there
+        mine = share_out(held)[self.accelerator.process_index]
+        local = {name: local_part(tensors[name]).detach() for name in mine}
+        scaler = self.accelerator.scaler  # fp16's
+        manifest = self.facts | {
             "step": state.step,
-            "best_step": state.best_step,
-            "started_from": state.started_from,
-            "world_size": self.accelerator.num_processes,
-            "strategy": launch.strategy(self.accelerator),
             "held": self.strategy.shares(self.model, self.optimizers),
-            "versions": versions(),
-            "replicas": self.strategy.apart,
-            "data": self.data,
-            "base": self.base,
-            "settings": self.settings,
+            "state": dataclasses.asdict(state),
+            "scaler": scaler.state_dict() if scaler is not None else None,
         }
-        if self.in_background:
-            staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
-            if self.on_gpu:  # once for all copies
-                torch.cuda.current_stream().synchronize()
-            self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
+        if self.thread is None:
+            self._write(folder, temporary, local, mine, manifest)
         else:
-            self._write(folder, tensors, content, manifest)
+            local = {name: value.to("cpu", copy=True) for name, value in local.items()}
+            self.pending = self.thread.submit(self._write, folder, temporary, local, mine, manifest)
 
-    def save_and_load(self, state: TrainState) -> int:
+    def save_and_load(self) -> int:
         """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every
         rank calls this.
         """
-        prefix = ".tmp-gone-"  # resume ignores this prefix; the next start deletes leftovers
-        self._save(state, prefix)
+        # resume ignores this prefix; the next start deletes leftovers
+        folder = self.run_dir / ".tmp-gone-checkpoint-000000"
+        self._save(TrainState(), folder)
         self.wait()
-        folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
         size: int = on_main(lambda: sum(file["size"] for file in verify(folder)["files"].values()))
-        self._load(folder, {}, state.step)
+        self._load(folder, 0)
         self.latest = None
         self.accelerator.wait_for_everyone()
         on_main(lambda: remove(folder))
@@ -261,32 +225,28 @@ class Checkpointer:
     def _write(
         self,
         folder: Path,
-        tensors: dict[str, Any],
-        content: dict[str, Any],
+        temporary: Path,
+        tensors: dict[str, torch.Tensor],
+        pieces: dict[str, Piece],
         manifest: dict[str, Any],
     ) -> None:
+        """Write this rank's shard; the main rank then writes the manifest, commits and prunes."""
         name = f"checkpoint-{manifest['step']:06d}"
-        temporary = folder.with_name(f".tmp-{name}")
         rank = self.accelerator.process_index
-        held = self._gather(pieces_of(tensors))
+        shard = f"rank-{rank}.safetensors"
         files: dict[str, Any] = {}
         problem = ""
         try:
-            if temporary.is_symlink():
-                raise OSError(f"{temporary} is a link")
-            # where the main rank could not, or on a disk that is not shared
-            temporary.mkdir(parents=True, exist_ok=True)
-            shard = f"rank-{rank}.safetensors"
-            files[shard] = write(temporary / shard, tensors, share_out(held)[rank])
+            files[shard] = write(temporary / shard, tensors, pieces)
             faults.point("save.shard")
         except Exception as error:
             problem = f"rank {rank}: {first_line(error)}"
         reports = self._gather((problem, files))
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
+            manifest["files"] = {name: fact for _, part in reports for name, fact in part.items()}
             try:
-                files = {name: fact for _, part in reports for name, fact in part.items()}
-                write_manifest(temporary, content, manifest, files)
+                write_manifest(temporary, manifest)
                 if folder.exists() and not self._wrote(folder):
                     aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
                     folder.rename(aside)
@@ -298,20 +258,11 @@ class Checkpointer:
             except OSError as error:
                 problems = [f"rank 0: {first_line(error)}"]
             else:
-                # this one is whole
-                self.passed_over = [old for old in self.passed_over if old != folder]
-                try:
-                    self._prune(manifest["step"], manifest["best_step"])
-                except OSError as error:
-                    print_main(
-                        f"warning: {name} is saved, but an older one could not be removed "
-                        f"({first_line(error)})"
-                    )
+                self.damaged.discard(folder)
+                self._prune(manifest["step"], manifest["state"]["best_step"])
                 if folder.name == name:  # and not in a rehearsal
-                    print_main(
-                        f"saved {name}"
-                        + ", the best so far" * (manifest["best_step"] == manifest["step"])
-                    )
+                    best = manifest["state"]["best_step"] == manifest["step"]
+                    print_main(f"saved {name}" + ", the best so far" * best)
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
@@ -328,200 +279,104 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was
-        taken back, or damaged.
+        """Keep the newest up to `step` and that of step `best`.
 
         What this run has not written, as its manifest says, stays. One that was found damaged does
         not count, and goes.
         """
-        own = [
-            folder
-            for folder in checkpoints(self.run_dir)
-            if folder not in self.passed_over or _step_of(folder) <= step
-        ]
-        own = [folder for folder in own if self._wrote(folder)]
-        behind = [p for p in own if _step_of(p) <= step and p not in self.passed_over]
-        kept = [*behind[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
+        own = [p for p in checkpoints(self.run_dir) if _step_of(p) <= step and self._wrote(p)]
+        whole = [p for p in own if p not in self.damaged]
+        kept = [*whole[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
         for old in (p for p in own if p not in kept):
-            faults.point("save.prune")
-            remove(old)
+            try:
+                faults.point("save.prune")
+                remove(old)
+            except OSError as error:
+                print_main(
+                    f"warning: checkpoint-{step:06d} is saved, but an older one could not be "
+                    f"removed ({first_line(error)})"
+                )
 
     def _wrote(self, folder: Path) -> bool:
-        return run_of(folder) == self.run
+        return facts_of(folder).get("run") == self.facts["run"]
 
     def resume(self, named: Path | None = None) -> TrainState:
-        """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls
-        this.
-
-        A checkpoint of another folder is where the run starts. Once the run has checkpoints of its
-        own, the same command continues from those. One of the run's own takes it back, once: the
-        same command again continues from there.
+        """Load the newest valid checkpoint of the run; if it has none, the one named, or none.
+        Every rank calls this.
 
         Args:
-            named: a checkpoint's folder.
+            named: a checkpoint of another folder, where the run starts. Once it has checkpoints of
+                its own, the same command continues from those.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned.
             NotNow: the file system gives an error.
         """
-        folder = self._choose(named)
-        begins = folder is None or folder.parent != self.run_dir
-        if folder is None:
+        found = on_main(partial(self._find, named))
+        if found is None:
             return TrainState()
+        folder, manifest = found
         faults.point("resume.verified")
-        try:
-            content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            scalars = content.pop("scalars")
-            scaler = content.pop("scaler", None)
-            state = TrainState(**content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
-        self._load(folder, scalars, state.step)
-        if begins:  # the checkpoint of another run: drop its tracker id and scores
+        state = TrainState(**manifest["state"])
+        self._load(folder, state.step)
+        if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
-            state.started_from = ""
             state.interval = []
             state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
-        elif named is not None and folder == named.resolve():
-            state.started_from = folder.name
-        if scaler and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(scaler)
+        if manifest["scaler"] and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(manifest["scaler"])
         exits.at_step(state.step)
         faults.point("resume.loaded")
         self.latest = folder
         print_main(f"resumed from {folder} at step {state.step}")
         return state
 
-    def _verify(self, folder: Path) -> dict[str, Any]:
-        """`verify`, with the files shared among the ranks; all of them raise alike. Every rank
-        calls this.
-        """
-        problem = None
-        manifest = {}
-        try:
-            manifest = verify(
-                folder, self.accelerator.process_index, self.accelerator.num_processes
-            )
-        except CheckpointError as error:
-            problem = error
-        problems = [problem for problem in gather_object([problem]) if problem is not None]
-        for problem in problems:
-            if isinstance(problem, NoAnswer):
-                raise NotNow(str(problem))
-        if problems:
-            raise problems[0]
-        return manifest
-
-    def _choose(self, named: Path | None) -> Path | None:
-        own: list[Path] = on_main(lambda: checkpoints(self.run_dir))
-        inside = named is not None and named.resolve().parent == self.run_dir
-        if (named is not None and not own) or (inside and not self._continues_from(named)):
-            assert named is not None
-            manifest = self._verify(named.resolve())
-            on_main(partial(self._require_compatible, named, manifest))
-            return named.resolve()
+    def _find(self, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
+        own = checkpoints(self.run_dir)
+        found = None
         for folder in reversed(own):
             try:
-                manifest = self._verify(folder)
-                if manifest["run"] != self.run:
+                manifest = verify(folder)
+                if manifest["run"] != self.facts["run"]:
                     raise CheckpointError(f"{folder}: another run has written it")
             except CheckpointError as error:
                 print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
-                self.passed_over.append(folder)
+                self.damaged.add(folder)
                 continue
-            on_main(partial(self._require_compatible, folder, manifest))
-            if named is not None and folder != named.resolve():
-                print_main(
-                    f"--resume_from_checkpoint {named} is where this run began; it continues from "
-                    f"its own {folder.name}"
-                )
-            return folder
-        if own:
+            found = folder, manifest
+            break
+        if own and found is None:
             raise CheckpointError(
                 f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
                 "it; to start anew, choose another --output_dir"
             )
-        return None
+        if named is not None and found is None:
+            found = named.resolve(), verify(named.resolve())
+        if found is not None:
+            allowed = set(self.options.allow_changed)
+            require_compatible(*found, self.facts, free=self.free, allowed=allowed)
+        return found
 
-    def _continues_from(self, named: Path | None) -> bool:
-        """Whether the run was taken back to this checkpoint already, and has saved since."""
-
-        def since() -> bool:
-            for folder in reversed(checkpoints(self.run_dir)):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-                    return named is not None and manifest.get("started_from") == named.name
-            return False
-
-        return on_main(since)
-
-    def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
-        own = {
-            "data": self.data,
-            "base": self.base,
-            "settings": self.settings,
-            "strategy": launch.strategy(self.accelerator),
-            "replicas": self.strategy.apart,
-        }
-        saved = TensorReader(folder).pieces
-        fits = all(
-            f"model.{name}" in saved
-            # ZeRO-3 leaves an empty tensor
-            and saved[f"model.{name}"][0][1].shape == tuple(getattr(p, "ds_shape", p.shape))
-            for name, p in self.trainable.items()
-        )
-        allowed = set(self.options.allow_changed)
-        require_compatible(folder, manifest, own, free=self.free, allowed=allowed, fits=fits)
-
-    def _drop_unsaved(
-        self, saved: Iterable[str], tensors: dict[str, torch.Tensor], scalars: Iterable[str]
-    ) -> None:
+    def _drop_unsaved(self, saved: Container[str]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        prefix = self.strategy.prefix
-        before = f"{prefix}optimizer."
-        states = {*saved, *(prefix + name for name in scalars)}
-        with_state = {
-            name.removeprefix(before).rpartition(".")[0]
-            for name in states
-            if name.startswith(before)
-        }
-        # 8 bits
-        with_state |= {
-            name.removesuffix(part) for name in with_state for part in (".exp_avg", ".exp_avg_sq")
-        }
         name_of = {p: name for name, p in self.trainable.items()}
-        new = []
+        new = set()
         for optimizer in self.optimizers:
-            keys: dict[nn.Parameter, list[str]] = {}
-            for parameter, key, _ in state_tensors(optimizer):
-                keys.setdefault(parameter, []).append(f"{before}{name_of[parameter]}.{key}")
-            for parameter, of_it in keys.items():
+            for parameter, key, _ in [*state_tensors(optimizer)]:
                 name = name_of[parameter]
-                if not all(key in states for key in of_it) and f"{prefix}model.{name}" in states:
-                    del optimizer.state[parameter]
-                    for key in of_it:
-                        tensors.pop(key, None)
-                    new += [name] * (name in with_state)
+                if f"{self.strategy.prefix}optimizer.{name}.{key}" not in saved:
+                    optimizer.state.pop(parameter, None)
+                    new.add(name)
         if new:
             print_main(
-                f"warning: {len(new)} parameters, such as {new[0]}, begin "
-                "with a new optimizer state"
+                f"warning: {len(new)} parameters, such as {min(new)}, have no optimizer state in "
+                "the checkpoint, and begin with a new optimizer state"
             )
-
-    def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
-        """This rank's own statistics, by name in a checkpoint of these names, if the world size is
-        unchanged.
-        """
-        if (
-            len({name.partition(".")[0] for name in saved if name.startswith("rank")})
-            != self.accelerator.num_processes
-        ):
-            return {}
-        return _named(f"rank{self.accelerator.process_index}.", self._statistics())
 
     def load_best(self, step: int) -> bool:
         """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
@@ -529,22 +384,21 @@ class Checkpointer:
         """
         folder = self.run_dir / f"checkpoint-{step:06d}"
         try:
-            self._verify(folder)
+            on_main(partial(verify, folder))
         except CheckpointError as error:
             print_main(f"warning: {error}; final/ holds the last weights, not the best")
             return False
-        scalars = json.loads((folder / STATE).read_text(encoding="utf-8"))["scalars"]
-        self._load(folder, scalars, step)
+        self._load(folder, step)
         return True
 
-    def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
-        reader = TensorReader(folder)
-        saved = reader.pieces
+    def _load(self, folder: Path, step: int) -> None:
+        saved = saved_tensors(folder)
+        facts = facts_of(folder)
 
-        def read(tensors: dict[str, torch.Tensor]) -> None:
+        def fill(tensors: dict[str, torch.Tensor]) -> None:
             problem = ""
             try:
-                reader.read(tensors)
+                read(folder, tensors)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -554,37 +408,33 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if self.strategy.scatter(self.trainable, step, read):
-            read(_named("model.", self.buffers))
+        if self.strategy.scatter(self.trainable, step, fill):
+            fill(_named("model.", self.buffers))
             return
-        if self.strategy.agreed and reader.manifest["replicas"] != self.strategy.apart:
+        if self.strategy.agreed and facts["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
-            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
+            fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
             self.strategy.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._live(step, saved)
-        self._drop_unsaved(saved, tensors, scalars)
+        self._drop_unsaved(saved)
+        tensors = self._live(step, saved)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if not self.strategy.apart and (own := self._own_statistics(saved)):
-            tensors = {
-                name: value for name, value in tensors.items() if name not in self._statistics()
-            } | own
-        read(tensors)
+        if facts["world_size"] == self.accelerator.num_processes:
+            for name in self._statistics():
+                own = f"rank{self.accelerator.process_index}.{name}"
+                if own in saved and not self.strategy.apart:
+                    tensors[own] = tensors.pop(name)
+        fill(tensors)
         if self.ema and begins:
             self.ema.begin()
             print_main(f"the moving average begins at the weights of step {step}")
-        for optimizer in self.optimizers:
-            for name, parameter in self.trainable.items():
-                for key in optimizer.state.get(parameter, {}):
-                    if (scalar := f"optimizer.{name}.{key}") in scalars:
-                        optimizer.state[parameter][key] = scalars[scalar]
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,20 +3,15 @@ run's folder.
 """
 
 import atexit
-import contextlib
 import errno
 import os
 import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
@@ -72,22 +67,13 @@ class OutOfMemory(CleanExit):
 
     def __init__(self, error: BaseException, config: Any) -> None:
         rows = config.batch.micro_batch()[0]
-        advice = (
-            [f"--per_device_train_batch_size {rows // 2}, which learns the same"]
-            if rows > 1
-            else []
-        )
-        if config.speed.gradient_checkpointing != "full":
-            advice.append("--gradient_checkpointing full, a third slower")
-        if not (
-            ranks.env_flag("ACCELERATE_USE_FSDP") or ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
-        ):
-            advice.append("accelerate_configs/fsdp2.yaml on several GPUs")
-        if config.optim.optim != "adamw_8bit":
-            advice.append("--optim adamw_8bit")
-        advice.append("shorter rows, smaller images or a smaller model")
-        if torch.cuda.is_available():
-            print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
+        advice = [f"--per_device_train_batch_size {rows // 2}, which learns the same"] * (rows > 1)
+        advice += [
+            "--gradient_checkpointing full, a third slower",
+            "accelerate_configs/fsdp2.yaml on several GPUs",
+            "--optim adamw_8bit",
+            "shorter rows, smaller images or a smaller model",
+        ]
         super().__init__(
             f"out of memory: {first_line(error)}",
             f"  next: {advice[0]}",
@@ -168,46 +154,18 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
             f"{where}: cannot be written ({first_line(error)}); checkpoints "
             "that were saved are good"
         )
-    if is_of_a_lost_rank(error):
-        return LostRank(
-            f"rank {ranks.rank()} at step {_step + 1}: {_silent_ranks()}. The same command "
-            "continues from the last "
-            f"checkpoint ({first_line(error)[:200]})"
-        )
-    return None
-
-
-def is_of_a_lost_rank(error: BaseException) -> bool:
-    """Whether a collective has failed: gloo and NCCL raise plain RuntimeErrors."""
-    words = (
+    # gloo and NCCL raise plain RuntimeErrors
+    lost = (
         r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? "
         r"?out.*(collective|operation)"
     )
-    return (
-        ranks.world_size() > 1
-        and isinstance(error, RuntimeError)
-        and bool(re.search(words, str(error)))
-    )
-
-
-def _silent_ranks() -> str:
-    """Which ranks do not answer within some seconds, asked through the launcher's store."""
-    world_size = ranks.world_size()
-    mine = ranks.rank()
-    silent = [r for r in range(world_size) if r != mine]
-    with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"lost/{mine}", str(_step))
-        deadline = time.monotonic() + 4
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.1)
-            silent = [r for r in silent if not store.check([f"lost/{r}"])]
-    if not silent:
-        return "the connection between ranks was lost"
-    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    machines = ", ".join(str(number) for number in sorted({r // on_each for r in silent}))
-    where = f" (machine {machines})" if on_each < world_size else ""
-    return f"rank {', '.join(map(str, silent))}{where} does not answer: it has ended, or hangs"
+    if ranks.world_size() > 1 and isinstance(error, RuntimeError) and re.search(lost, str(error)):
+        return LostRank(
+            f"rank {ranks.rank()} at step {_step + 1}: another rank does not answer: it has ended, "
+            "or hangs. The same command continues from the last "
+            f"checkpoint ({first_line(error)[:200]})"
+        )
+    return None
 
 
 def report_end_in(folder: Path) -> None:

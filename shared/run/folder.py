@@ -18,7 +18,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard, open_regular
 from shared.process.printing import note
-from shared.run.checkpoint_files import checkpoints, run_of
+from shared.run.checkpoint_files import checkpoints, facts_of
 from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
@@ -31,7 +31,7 @@ MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
 
-_locks: dict[Path, IO[Any]] = {}
+_locks: dict[Path, tuple[IO[Any], str]] = {}  # held by this process, with the run's id
 
 
 def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
@@ -48,12 +48,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
             output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")
         ).resolve()
     )
-    # of this process alone: another run may start right now
-    probe = folder / f".write-test-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink(missing_ok=True)  # who holds the folder tidies it meanwhile
     except OSError as error:
         raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     on_main(lambda: _lock(folder))
@@ -78,12 +74,12 @@ def _lock(folder: Path) -> None:
     """
     if folder in _locks:
         return
-    run_id(folder)  # refuse before anything is written
+    number = run_id(folder)  # refuse before anything is written
     try:
         file = open_regular(folder / ".lock", "a+")
     except OSError as error:
         raise ConfigError(
-            f"{folder / '.lock'}: cannot be opened ({error.strerror}): choose another --output_dir"
+            f"--output_dir {folder}: .lock cannot be written ({error.strerror})"
         ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,8 +97,7 @@ def _lock(folder: Path) -> None:
             f"warning: {folder} cannot be locked ({error.strerror}): make sure "
             "that no other run writes to it"
         )
-    _locks[folder] = file
-    number = run_id(folder)
+    _locks[folder] = file, number
     file.truncate(0)
     file.write(f"run {number}\n")
     file.write(
@@ -119,15 +114,18 @@ def run_id(folder: Path) -> str:
         ConfigError: the folder holds what the run would overwrite, and what it is not known to have
             written.
     """
+    if folder in _locks:  # to open the file once more, and to close it, would let go of the lock
+        return _locks[folder][1]
     lock = folder / ".lock"
     found = None
-    if folder in _locks:  # to open it once more, and to close it, would let go of the lock
-        _locks[folder].seek(0)
-        found = OWN.match(_locks[folder].read(21))
-    elif lock.is_file() and not lock.is_symlink():
+    if lock.is_file() and not lock.is_symlink():
         with lock.open(encoding="utf-8", errors="replace") as file:
             found = OWN.match(file.read(21))
-    ids = [number for path in reversed(checkpoints(folder)) if (number := run_of(path)) is not None]
+    ids = [
+        str(facts["run"])
+        for path in reversed(checkpoints(folder))
+        if "run" in (facts := facts_of(path))
+    ]
     names = MODELS if found else (".lock", *FILES, *REPORT, *PICTURES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files

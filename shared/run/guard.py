@@ -4,11 +4,9 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,25 +29,23 @@ class NonFiniteError(CleanExit):
     exit_code = 4
 
 
-@dataclass(frozen=True)
-class _Skipped:
-    """A micro-batch of an update that was skipped."""
+class _Update(NamedTuple):
+    """An update whose verdict is still on the device."""
 
     step: int
-    norm: float  # of the update's gradient
-    is_finite: bool  # the loss
-    is_spoiled: bool  # running statistics have taken it in
-    name: str
+    is_finite: torch.Tensor
+    norm: torch.Tensor  # of the gradient
+    losses: list[torch.Tensor]  # of this rank's micro-batches
+    indices: list[list[int]]  # their samples
 
 
 class Guard:
     """Skips updates that are not finite, and stops all ranks after the same step.
 
-    Signals are agreed on between hosts: a step sends, the next one reads, and no device waits.
-    Where steps take more than a second, a step waits for what it has sent. Which updates were
-    skipped is read from the device with log lines, evaluations and saves, else after 100 steps or a
-    minute. From construction on, `STOP_SIGNALS` are noted, and acted on between steps. All ranks
-    call the same methods in the same order.
+    Hosts agree on signals after each step, and no device waits. Which updates were skipped is read
+    from the device with log lines, evaluations and saves, else after 100 steps. From construction
+    on, `STOP_SIGNALS` are noted, and acted on between steps. All ranks call the same methods in the
+    same order.
 
     Args:
         strategy: the run's.
@@ -76,13 +72,8 @@ class Guard:
         if strategy.accelerator.num_processes > 1:
             # of hosts, whatever the devices use; DeepSpeed has none
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        # whether an update was finite, and what describes it if it was not
-        self.unread: list[tuple[torch.Tensor, Callable[[], list[_Skipped]]]] = []
-        self.unread_for = 0.0  # seconds, the same on all ranks
+        self.unread: list[_Update] = []
         self.received = 0  # the signal that this rank has received
-        self.seconds = 0.0  # that the last step took, on the slowest rank
-        self.sent_at = time.perf_counter()
-        self.sent: list[tuple[torch.Tensor, Any]] = []  # flags of the last step, on their way
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -118,24 +109,7 @@ class Guard:
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         finite = self.strategy.everywhere(finite)
-        step = self.state.step
-        rank = self.strategy.accelerator.process_index
-
-        def describe() -> list[_Skipped]:
-            buffers = [b for model in self.models for b in persistent_buffers(model).values()]
-            is_spoiled = not all(b.isfinite().all() for b in buffers)
-            return [
-                _Skipped(
-                    step,
-                    norm.item(),
-                    all(loss.isfinite() for loss in losses[i : i + 1]),
-                    is_spoiled,
-                    f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in row if s >= 0)}",
-                )
-                for i, row in enumerate(indices)
-            ]
-
-        self.unread.append((finite, describe))
+        self.unread.append(_Update(self.state.step, finite, norm, losses, indices))
         return finite
 
     def count_skipped(self) -> None:
@@ -148,27 +122,29 @@ class Guard:
         """
         unread = self.unread
         self.unread = []
-        self.unread_for = 0.0
         if not unread:
             return
-        finite = torch.stack([finite for finite, _ in unread]).tolist()
-        own: list[_Skipped] = []
-        for (_, describe), is_finite in zip(unread, finite, strict=True):
-            own += [] if is_finite else describe()
-        if not own and not self.strategy.apart:
-            return  # nor on any other rank
+        finite = torch.stack([update.is_finite for update in unread]).tolist()
+        if all(finite) and not self.strategy.apart:
+            return  # also on the other ranks
+        own = [
+            (update.step, update.norm.item(), self._bad_micro_batches(update))
+            for update, is_finite in zip(unread, finite, strict=True)
+            if not is_finite
+        ]
+        buffers = [b for model in self.models for b in persistent_buffers(model).values()]
+        is_spoiled = gather_object([bool(own) and not all(b.isfinite().all() for b in buffers)])
         skipped = gather_object(own)
-        for step in sorted({part.step for part in skipped}):
-            parts = [part for part in skipped if part.step == step]
-            bad = [part.name for part in parts if not part.is_finite]
-            samples = "; ".join((bad or [part.name for part in parts])[:8])
-            cause = "" if bad else "the gradient, not the loss; "
+        for step in sorted({step for step, _, _ in skipped}):
+            norms = [norm for at, norm, _ in skipped if at == step]
+            bad = [name for at, _, names in skipped if at == step for name in names]
+            samples = f"samples of {'; '.join(bad[:8])}" if bad else "the gradient, not the loss"
             what = (
-                f"step {step}: loss or gradient is not finite (gradient norm "
-                f"{parts[0].norm:g}; {cause}samples of {samples})"
+                f"step {step}: loss or gradient is not finite (gradient norm {norms[0]:g}; "
+                f"{samples})"
             )
             spoiled = "" if self.strategy.can_skip else "DeepSpeed has updated with it"
-            if any(part.is_spoiled for part in parts):
+            if any(is_spoiled):
                 spoiled = "The running statistics have taken it in"
             if spoiled:
                 raise NonFiniteError(f"{what}. {spoiled}: continue from the last checkpoint")
@@ -183,34 +159,37 @@ class Guard:
                 f"{self.max_skipped})"
             )
 
+    def _bad_micro_batches(self, update: _Update) -> list[str]:
+        rank = self.strategy.accelerator.process_index
+        parts = enumerate(zip(update.losses, update.indices, strict=False), 1)
+        return [
+            f"rank {rank}, micro-batch {number}: {', '.join(str(s) for s in samples if s >= 0)}"
+            for number, (loss, samples) in parts
+            if not loss.isfinite()
+        ]
+
     # Signals --------------------------------------------------------------------------------------
 
     def stop_if_asked(self, *, now: bool = False) -> None:
-        """End the run if any rank was asked to, by what was sent after the step before.
+        """End the run if any rank was asked to.
 
         Args:
-            now: ask all ranks and wait for their answers, because what comes next waits for them
+            now: read which updates were skipped, too, because what comes next waits for the device
                 anyway (an evaluation) or saves the state.
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
             NonFiniteError: see `count_skipped`.
         """
-        asked = time.perf_counter()
-        flags = torch.tensor([self.received, asked - self.sent_at])
-        self.sent_at = asked
+        number = self.received
         if self.group is not None:
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
-            self.sent.append((flags, work))
-            flags, work = self.sent[-1 if now or self.seconds > 1 else 0]
-            work.wait()
-            self.sent = self.sent[-1:]
-        number, self.seconds = flags.tolist()
-        self.unread_for += self.seconds
-        if now or number or self.unread_for > 60 or len(self.unread) >= 100:
+            flag = torch.tensor(number)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+            number = int(flag)
+        if now or number or len(self.unread) >= 100:
             self.count_skipped()
         if number:
-            name = signal.Signals(int(number)).name
+            name = signal.Signals(number).name
             raise Stopped(f"stopped by {name} at step {self.state.step}")
 
     def release(self) -> None:

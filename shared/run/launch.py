@@ -22,21 +22,18 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    compare_versions,
     set_seed,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.config.options import BatchConfig
-from shared.data.order import seed_all
 from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
-from shared.run.state import better
 
 
 def start(
@@ -72,7 +69,7 @@ def start(
     _refuse_second_answers()
     _refuse_fewer_processes_than_asked_for()
     world_size = ranks.world_size()
-    if world_size > 1 and not on_cpu and not _has_accelerator_device():
+    if world_size > 1 and not on_cpu and not torch.accelerator.is_available():
         raise NotNow(
             f"{world_size} processes were launched but no GPU is visible, so each would "
             "train a model of its own. "
@@ -118,11 +115,8 @@ def start(
         )
     if rehearsal and plugin and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if is_deepspeed:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.make_whole_models()
-    if is_deepspeed != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
-        raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"{world_size} processes were launched but Accelerate sees "
@@ -134,10 +128,7 @@ def start(
             "fp16 needs a GPU, and none is in use: launch on one, or with `--mixed_precision no`"
         )
     if accelerator.device.type == "cuda":
-        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by
-        # matrix products, also in mixed precision, and TF32 cannot tell the position 2049 from
-        # 2048.
-        if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
+        if accelerator.mixed_precision == "no":  # fp32 is asked for: TF32 in matrix products
             torch.set_float32_matmul_precision("high")
         # not on a T4, say
         better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -146,57 +137,27 @@ def start(
                 f"warning: this GPU computes in {better} several times faster: "
                 f"add `--mixed_precision {better}` after `accelerate launch`"
             )
-    if on_cpu and (world_size > 1 or rehearsal):
-        note(
-            f"rehearsal: {strategy(accelerator)}: {world_size} CPU "
-            f"process{'es' * (world_size > 1)} in place of GPUs"
-        )
     set_seed(seed)
     return accelerator
 
 
-def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> str:
-    """How often a run evaluates and saves, for the summary."""
-    parts = []
-    for verb, every in (
-        ("evaluates", config.evaluation.every(total_steps, steps_per_epoch)),
-        ("saves", config.checkpoint.every(total_steps)),
-    ):
-        often = f"every {every:,} steps" if every < total_steps else "at the end"
-        parts.append(f"{verb} {often}")
-    metric = config.evaluation.metric_for_best_model
-    decay = config.evaluation.ema_decay
-    parts += [f"keeps the best {metric} ({better(metric)} is better)"] * (metric != "none")
-    parts += [f"averages weights (--ema_decay {decay:g})"] * bool(decay)
-    return ", ".join(parts)
-
-
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    (at_once, accumulation) = batch.micro_batch()
+    at_once, accumulation = batch.micro_batch()
     readers = ranks.data_parallel_size()
     processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:
         of_group = accelerator.num_processes // readers
         processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
-    line = (
+    return (
         f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"
     )
-    share = at_once * accumulation
-    most = batch.per_device_train_batch_size
-    if at_once < min(most, share):
-        better = -(-share // most) * most * readers
-        line += (
-            f" (its share of {share} does not divide by {most}; that of "
-            f"--global_batch_size {better} would)"
-        )
-    return line
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200
-    (9.0), bf16`.
+    """How this run is spread, for people: `1 process on cpu, fp32` or `FSDP2 x 8 on cuda: NVIDIA
+    H200, bf16`.
     """
     kind = accelerator.distributed_type
     count = accelerator.num_processes
@@ -223,25 +184,8 @@ def strategy(accelerator: Accelerator) -> str:
     repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     device = accelerator.device.type
     if device == "cuda":
-        device += (
-            f": {torch.cuda.get_device_name()} "
-            f"({'.'.join(map(str, torch.cuda.get_device_capability()))})"
-        )
+        device += f": {torch.cuda.get_device_name()}"
     return f"{spread} on {device}, {precision}{repeats}"
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Derive all randomness of one optimizer step (dropout, say) from (seed, step, rank).
-
-    Nothing random is carried from step to step, so a resumed run needs no saved generator state to
-    continue bit for bit, and evaluation, sampling or a library that draws in between changes
-    nothing. Every rank calls this.
-    """
-    seed_all(seed, step, rank)
-
-
-def _has_accelerator_device() -> bool:
-    return torch.accelerator.is_available()
 
 
 def _refuse_second_answers() -> None:
@@ -251,30 +195,33 @@ def _refuse_second_answers() -> None:
     Wrappers that the launch config asks for would also give weights other names, in final/ and in
     checkpoints.
     """
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto"):
-        raise ConfigError(
-            f"gradient_accumulation_steps is {accumulation} in the launch config, but "
-            "accumulation follows from "
-            "--global_batch_size and --per_device_train_batch_size: remove "
-            "it from the launch config"
-        )
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if dynamo.lower() not in ("", "no"):
-        raise ConfigError(
-            f"dynamo_backend is {dynamo} in the launch config: remove it "
-            "there, and give --torch_compile"
-        )
-    if ranks.env_flag("ACCELERATE_USE_FSDP"):
-        if ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING"):
+    fsdp = ranks.env_flag("ACCELERATE_USE_FSDP")
+    answers = {
+        "gradient_accumulation_steps": (
+            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"),
+            ("1", "auto"),
+            "give --global_batch_size and --per_device_train_batch_size, from which it follows",
+        ),
+        "dynamo_backend": (
+            os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+            ("", "no"),
+            "give --torch_compile",
+        ),
+        "fsdp_activation_checkpointing": (
+            str(fsdp and ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING")),
+            ("False",),
+            "give --gradient_checkpointing full",
+        ),
+        "fsdp_version": (
+            os.environ.get("FSDP_VERSION", "1") if fsdp else "2",
+            ("2",),
+            "use fsdp2.yaml, or --fsdp_version 2",
+        ),
+    }
+    for name, (value, accepted, instead) in answers.items():
+        if value not in accepted:
             raise ConfigError(
-                "fsdp_activation_checkpointing is set in the launch config: "
-                "remove it there, and give "
-                "--gradient_checkpointing full"
-            )
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ConfigError(
-                "fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2"
+                f"{name} is {value} in the launch config: remove it there, and {instead}"
             )
 
 
@@ -282,19 +229,22 @@ def _refuse_fewer_processes_than_asked_for() -> None:
     """Raise ConfigError where Accelerate starts one process although --num_processes says several:
     it does so in silence.
     """
-    with contextlib.suppress(OSError):
-        launcher = (
-            Path(f"/proc/{os.getppid()}/cmdline")
-            .read_text(encoding="utf-8", errors="replace")
-            .replace("\0", " ")
+    launcher = _of_launcher("cmdline").replace("\0", " ")
+    asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
+    if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"--num_processes {asked[1]}, but this launch config starts one process: take "
+            "ddp.yaml, on a CPU with ACCELERATE_USE_CPU=true before the command and without --cpu"
         )
-        asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
-        if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
-            raise ConfigError(
-                f"--num_processes {asked[1]}, but this launch config starts one process: take "
-                "ddp.yaml, on a CPU with "
-                "ACCELERATE_USE_CPU=true before the command and without --cpu"
-            )
+
+
+def _of_launcher(what: str) -> str:
+    """The `cmdline` or the `environ` that this process's parent was started with; empty where /proc
+    does not tell.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/{what}").read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def has_compiler() -> bool:
@@ -308,17 +258,11 @@ def _refuse_to_leave_gpus_idle() -> None:
     hundred times slower.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not hidden and _nvidia_gpus() and not _has_accelerator_device():
-        built = (
-            f"for CUDA {torch.version.cuda}, which needs a newer driver"
-            if torch.version.cuda
-            else "without CUDA"
-        )
+    if not hidden and _nvidia_gpus() and not torch.accelerator.is_available():
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
-            f"{built}, or the driver "
-            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the "
-            "command to train on the CPU"
+            "without CUDA, or needs a newer driver (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true "
+            "before the command to train on the CPU"
         )
 
 
@@ -341,36 +285,16 @@ def _use_all_cores(world_size: int) -> None:
 
 
 def _is_launchers_own(variable: str) -> bool:
-    """Whether the launcher has set a variable that it was not started with itself. True where /proc
-    does not tell.
-    """
-    launcher = Path(f"/proc/{os.getppid()}")
-    with contextlib.suppress(OSError):
-        launches = any(
-            word in (launcher / "cmdline").read_bytes()
-            for word in (b"launch", b"torch.distributed", b"torchrun")
-        )
-        return (
-            launches
-            and f"\0{variable}=".encode() not in b"\0" + (launcher / "environ").read_bytes()
-        )
-    return True
+    """Whether the launcher has set a variable that it was not started with itself."""
+    launches = re.search(r"launch|torch\.distributed|torchrun", _of_launcher("cmdline"))
+    return bool(launches) and f"\0{variable}=" not in "\0" + _of_launcher("environ")
 
 
 def _fp8_recipe() -> AORecipeKwargs:
     """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd
     shapes stay in bf16.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig
-    except ImportError:
-        raise ConfigError(
-            "mixed_precision fp8 needs torchao: pip install torchao==0.18.0"
-        ) from None
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16"
-        )
+    from torchao.float8 import Float8LinearConfig
 
     def is_of_a_block(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear or not re.search(r"\.\d+\.", name) or "lora_" in name:

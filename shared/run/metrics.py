@@ -10,20 +10,16 @@ import json
 import math
 import resource
 import statistics
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from shared.config.options import LogConfig
 from shared.data import audit
 from shared.models.counts import PEAK_FLOPS, known_gpu
 from shared.parallel.sharding import total
@@ -31,16 +27,17 @@ from shared.process.collectives import wait_for_main
 from shared.process.files import keep_json_lines
 from shared.process.printing import print_main
 from shared.run.plots import draw_curves
-from shared.run.profiling import Profiler
+from shared.run.profiling import start_profile
 from shared.run.state import TrainState
 from shared.run.tracking import Tracker
 from shared.training.step import Step
 
+if TYPE_CHECKING:
+    from shared.run.setup import Setup
+
 T = TypeVar("T")
 
 STEPS = "finite steps"  # the sum that counts them, beside those that steps log
-# settings that raise the loss of training, and not that of the validation
-HARDER = ("label_smoothing", "mixup_alpha", "cutmix_alpha")
 GIVEN = "#"  # begins the sums that count the steps with a value that not all have
 
 
@@ -49,64 +46,40 @@ class Logger:
     alike.
 
     Args:
-        accelerator: of the run, made with `log_with`.
-        config: the logging group.
-        run_dir: where metrics.jsonl and curves.png go.
-        state: of the run; a tracker's run id is put into it.
-        total_steps: length of the progress bar.
-        settings: the flat config, stored in the tracker.
-        template: names the tracker's project.
-        unit: what the throughput counts: tokens, images, or pairs, of which tokens pass through the
-            model.
+        setup: of the run.
+        state: resumed or new; a tracker's run id is put into it.
+        total_steps: optimizer steps of the whole run.
         flops: floating-point operations of forward and backward for one token or image, for MFU;
             None where unknown.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        config: LogConfig,
-        run_dir: Path,
-        state: TrainState,
-        total_steps: int,
-        settings: dict[str, Any],
-        *,
-        template: str,
-        unit: str = "tokens",
-        flops: float | None = None,
+        self, setup: "Setup", state: TrainState, total_steps: int, flops: float | None
     ) -> None:
-        self.accelerator = accelerator
-        self.run_dir = run_dir
+        accelerator = self.accelerator = setup.accelerator
+        config = setup.config
+        self.run_dir = setup.dir
         self.state = state
-        self.passed = "tokens" if unit == "pairs" else unit
-        self.unit = unit
+        # of pairs, tokens pass through the model
+        self.passed = "tokens" if setup.unit == "pairs" else setup.unit
+        self.unit = setup.unit
         self.flops = flops
         self.first = state.step
         self.total_steps = total_steps
-        self.best_metric = settings.get("metric_for_best_model", "loss")
-        # such a loss may stay above that of the validation
-        harder = [name for name in HARDER if settings.get(name)]
-        self.training = " + ".join(["training", *harder])
+        self.best_metric: str = config.evaluation.metric_for_best_model
         self.main = accelerator.is_main_process
-        self.file = run_dir / "metrics.jsonl"
+        self.file = setup.dir / "metrics.jsonl"
         if self.main:
             # not what a killed run logged after the checkpoint that is resumed
             keep_json_lines(self.file, partial(_is_of, state))
-        self.tracker = Tracker(accelerator, config, run_dir, state, settings, template)
+        self.tracker = Tracker(setup, state)
         self.recorder = (
-            audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+            audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
         )
-        self.profiler = Profiler(run_dir) if config.profile and self.main else None
+        self.profile = None
+        if config.log.profile and self.main:
+            self.profile = start_profile(setup.dir, total_steps - state.step)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
-        self.bar = tqdm(
-            total=total_steps,
-            initial=state.step,
-            desc=template,
-            unit="step",
-            # a log file gets lines instead
-            disable=not self.main or not sys.stderr.isatty(),
-            dynamic_ncols=True,
-        )
         self._begin_interval()
         # resumed within an interval; with another number of processes, each has an equal share
         saved = state.interval
@@ -116,7 +89,7 @@ class Logger:
             for name, value in sums.items():
                 self.sums[name] += value / len(saved)
         self.mark = self.printed = self.begun = time.perf_counter()
-        self.draw_after = self.mark + 25
+        self.drawn = self.mark
 
     def _begin_interval(self) -> None:
         device = self.accelerator.device
@@ -139,38 +112,18 @@ class Logger:
             yield window
             start = time.perf_counter()
 
-    def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
-        """Pass the windows of an evaluation on, with a second bar if it takes some seconds."""
-        for number, window in enumerate(
-            tqdm(
-                windows,
-                "evaluating",
-                total,
-                leave=False,
-                delay=3,
-                disable=self.bar.disable,
-                dynamic_ncols=True,
-            )
-        ):
-            self._print_each_minute(f"evaluating: {number} of {total} batches")
-            yield window
-
-    def _print_each_minute(self, line: str) -> None:
-        """In a file, whose next line may be far."""
-        if self.bar.disable and time.perf_counter() - self.printed > 60:
+    def print_each_minute(self, line: str) -> None:
+        """Print this if nothing was printed for a minute."""
+        if time.perf_counter() - self.printed > 60:
             print_main(line)
             self.printed = time.perf_counter()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent in here (evaluation, saving) is not training time, nor the progress bar's."""
-        start = time.perf_counter()
-        self.seconds += start - self.mark
+        """Time spent in here (evaluation, saving) is not training time."""
+        self.seconds += time.perf_counter() - self.mark
         yield
         self.mark = time.perf_counter()
-        if not self.bar.disable:
-            self.bar.start_t += self.mark - start
-            self.bar.last_print_t += self.mark - start
 
     def step(self, step: Step, *, due: bool) -> None:
         """Count one optimizer step; if a line is `due`, and at the last, write it. Every rank calls
@@ -189,16 +142,15 @@ class Logger:
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
-        self.bar.update()
-        if self.profiler is not None:
-            self.profiler.step()
+        if self.profile is not None:
+            self.profile.step()
         if self.state.step == self.first + 1:
             self.begun = time.perf_counter()
             self.printed = -math.inf  # a resumed run shows that it goes on
         if due or self.state.step == self.total_steps:
             self._write_line(step)
         else:
-            self._print_each_minute(f"step {self.state.step}/{self.total_steps}")
+            self.print_each_minute(f"step {self.state.step}/{self.total_steps}")
 
     def _write_line(self, step: Step) -> None:
         positions = torch.full_like(self.sums[STEPS], self.positions)
@@ -235,14 +187,12 @@ class Logger:
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
         progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
-        self.bar.set_postfix_str(progress, refresh=False)
-        if self.bar.disable:
-            # with evaluations; the first step is no measure
-            done = self.state.step - self.first - 1
-            each = (now - self.begun) / done if done else seconds
-            left = tqdm.format_interval((self.total_steps - self.state.step) * each)
-            print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
-            self.printed = now
+        # with evaluations; the first step is no measure
+        done = self.state.step - self.first - 1
+        each = (now - self.begun) / done if done else seconds
+        left = tqdm.format_interval((self.total_steps - self.state.step) * each)
+        print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
+        self.printed = now
         self.log(values)
         self._begin_interval()
         self.mark = now  # what logging takes belongs to the next interval
@@ -290,24 +240,18 @@ class Logger:
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
-        self.bar.close()
-        if self.profiler is not None:
-            self.profiler.close()
+        if self.profile is not None:
+            self.profile.stop()
         self.draw(now=True)
         wait_for_main()  # which may still write
         self.accelerator.wait_for_everyone()  # the next takes the process group down
         self.tracker.close()
 
     def draw(self, *, now: bool = False) -> None:
-        """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait.
-        The main rank acts.
-        """
-        start = time.perf_counter()
-        if self.main and (now or start > self.draw_after):
-            picture = self.run_dir / "curves.png"
-            draw_curves(self.file, picture, self.best_metric, self.training)
-            end = time.perf_counter()
-            self.draw_after = end + 50 * (end - start)
+        """Draw curves.png, unless `now` at most once a minute: all wait. The main rank acts."""
+        if self.main and (now or time.perf_counter() - self.drawn > 60):
+            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
+            self.drawn = time.perf_counter()
 
 
 def _is_of(state: TrainState, row: dict[str, Any]) -> bool:
@@ -323,9 +267,7 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_flops(device: torch.device) -> float | None:

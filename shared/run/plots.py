@@ -6,15 +6,12 @@ from pathlib import Path
 from shared.process.files import open_regular
 
 
-def draw_curves(
-    metrics: Path, picture: Path, chosen: str = "loss", training: str = "training"
-) -> None:
+def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
     """Loss, scores of the validation, learning rate and throughput over steps, from a
     metrics.jsonl.
 
     Args:
         chosen: the metric by which the best weights are chosen.
-        training: the name of the training loss, in the legend.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -22,45 +19,24 @@ def draw_curves(
     if not metrics.exists():
         return
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    keys = {key for row in rows for key in row}
-    unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
-    titles: dict[str, dict[str, str | None]] = {
-        "loss": {"loss": training, "eval_loss": "validation"}
-    }
-    scores = {
-        "eval_accuracy": "accuracy",
-        "eval_map": "mean average precision",
-        "eval_spearman": "rank correlation",
-    }
-    if chosen != "loss":  # which has its panel
-        scores.setdefault(f"eval_{chosen}", chosen)
-    for name, title in scores.items():
-        if name in keys:
-            titles[f"validation {title}"] = {name: None}
-    if "rewards/chosen" in keys:
-        titles["rewards"] = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
-    titles["learning rate"] = {"learning_rate": None}
-    titles[f"{unit} per second"] = {
-        f"processed_{unit}_per_second": "processed",
-        f"trained_{unit}_per_second": "trained",
-    }
-    figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(titles))
-    for panel, (title, labels) in zip(panels, titles.items(), strict=True):
-        for key, label in labels.items():
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    keys = sorted({key for row in rows for key in row})
+    panels = {"loss": ["loss", "eval_loss"]}
+    if chosen not in ("loss", "none"):
+        panels[chosen] = [f"eval_{chosen}"]
+    panels |= {"accuracy": ["eval_accuracy"], "learning rate": ["learning_rate"]}
+    panels["throughput"] = [key for key in keys if key.endswith("_per_second")]
+    panels = {title: names for title, names in panels.items() if set(names).intersection(keys)}
+    figure = Figure(figsize=(4 * max(1, len(panels)), 3.6), layout="constrained")
+    for place, (title, names) in enumerate(panels.items(), 1):
+        panel = figure.add_subplot(1, len(panels), place)
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:
-                panel.plot(
-                    *zip(*points, strict=True),
-                    label=label,
-                    marker="o" if len(points) < 30 else None,
-                    markersize=3,
-                )
+                panel.plot(*zip(*points, strict=True), label=name, marker=".")
         panel.set(title=title, xlabel="optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
-        if len(labels) > 1 and panel.lines:
-            panel.legend()
+        panel.legend()
     temporary = picture.with_name(".curves.png")
     with open_regular(temporary, "wb") as file:
         figure.savefig(file, dpi=120, format="png")

@@ -21,7 +21,6 @@ from shared.process import ranks
 from shared.process.errors import is_out_of_memory
 from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer
-from shared.run.state import TrainState
 from shared.training.optim import fill_state
 from shared.training.step import reduced
 
@@ -62,13 +61,11 @@ class Rehearsal:
                 fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
                 if not fewer:
                     raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
-                smaller = max(fewer)
-                more = asked // smaller
                 print_main(
-                    f"out of memory with {rows} at once; trying {smaller} at once, accumulated "
-                    f"{more} times as often"
+                    f"out of memory with {rows} at once; trying {max(fewer)} at once, accumulated "
+                    f"{asked // max(fewer)} times as often"
                 )
-                rows = smaller
+                rows = max(fewer)
         self.loader.per_device = rows
         return rows
 
@@ -90,7 +87,7 @@ class Rehearsal:
                     self.strategy.backward(loss(batch), 0.0)
         self._clear_gradients()
 
-    def dress_rehearsal(self, saver: Checkpointer, state: TrainState) -> None:
+    def dress_rehearsal(self, saver: Checkpointer) -> None:
         """Do once what would otherwise fail after hours: the longest batch, a save and a load.
 
         Raises:
@@ -105,7 +102,7 @@ class Rehearsal:
             if not self._fits(self.loader.per_device):
                 raise torch.OutOfMemoryError("the longest batch does not fit")
             trained = time.perf_counter()
-            size = saver.save_and_load(state)
+            size = saver.save_and_load()
         saved = time.perf_counter()
         print_main(
             f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of "

@@ -22,7 +22,7 @@ from torch import nn
 
 from shared.config import parse as configs
 from shared.data.loader import Window
-from shared.data.order import Batch
+from shared.data.order import Batch, seed_all
 from shared.models.card import model_card
 from shared.models.weights import average_buffers, evaluation_weights, persistent_buffers
 from shared.parallel import sharding
@@ -87,17 +87,7 @@ class Run:
         self.total_steps = total_steps
         self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
         self.save_steps = config.checkpoint.every(total_steps)
-        self.logger = Logger(
-            self.accelerator,
-            config.log,
-            self.dir,
-            state,
-            total_steps,
-            configs.flatten(config),
-            template=setup.name,
-            unit=setup.unit,
-            flops=flops,
-        )
+        self.logger = Logger(setup, state, total_steps, flops)
         self.guard = Guard(
             self.strategy,
             list(self.models.values()),
@@ -107,7 +97,6 @@ class Run:
         )
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = state.step >= total_steps or bool(state.stopped_early)
-        self._is_settled = False
 
     # Training -------------------------------------------------------------------------------------
 
@@ -127,9 +116,9 @@ class Run:
         models = [*self.models.values()]
         until = self.state.step if self.is_last else self.total_steps
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
-            launch.seed_step(
-                config.batch.seed, self.state.step, sharding.draws_rank(self.accelerator)
-            )
+            # All that a step draws follows from this: a resumed run needs no saved generators, and
+            # what evaluations draw changes nothing.
+            seed_all(config.batch.seed, self.state.step, sharding.draws_rank(self.accelerator))
             rate = optim.set_learning_rate(
                 self.optimizers, config.optim, self.state.step, self.total_steps
             )
@@ -157,7 +146,8 @@ class Run:
                     self._save()
             if self.is_last:
                 break
-        self._settle()
+        self.saver.wait()
+        self.guard.release()
 
     def stop(self) -> None:
         """Make the present step the last one."""
@@ -206,14 +196,6 @@ class Run:
         self._save()
         self.saver.wait()
         self.logger.close()
-
-    def _settle(self) -> None:
-        """Wait for a save in the background. From here on a signal ends the run at once."""
-        # once: while one rank writes final/, the others must not wait in a collective
-        if not self._is_settled:
-            self._is_settled = True
-            self.saver.wait()
-            self.guard.release()
 
     # Evaluation -----------------------------------------------------------------------------------
 
@@ -266,10 +248,11 @@ class Run:
         return self.watch(loader.windows(0, steps), steps)
 
     def watch(self, parts: Iterable[T], count: int) -> Iterator[T]:
-        """Pass on the parts of an evaluation, as many on all ranks, with a progress bar. Inside of
+        """Pass on the parts of an evaluation, as many on all ranks, with a line a minute. Inside of
         `evaluating`. A signal raises Stopped on all ranks.
         """
-        for part in self.logger.bar_of(parts, count):
+        for number, part in enumerate(parts):
+            self.logger.print_each_minute(f"evaluating: {number} of {count} batches")
             self.guard.stop_if_asked()
             faults.point("evaluation")
             yield part
@@ -349,7 +332,7 @@ class Run:
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""
-        self._settle()
+        self.saver.wait()
         self.logger.close()
         for message in messages:
             print_main(message)

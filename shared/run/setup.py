@@ -21,7 +21,6 @@ from shared.config import parse as configs
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import compile_blocks
-from shared.models.hub import identity_of_frozen
 from shared.models.weights import WeightCopy
 from shared.parallel.strategy import Strategy
 from shared.parallel.zero import strategy_of
@@ -31,11 +30,11 @@ from shared.process.printing import note, print_main, summary
 from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import changes, refuse_changes, settings_of
+from shared.run.checkpoint_files import refuse_changes, settings_of
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
-from shared.run.state import TrainState
+from shared.run.state import better
 from shared.training import defaults, optim
 
 # Rows of the summary that only summary.txt has.
@@ -90,27 +89,20 @@ class Setup:
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
-        # preprocessing makes no run folder, and compiles nothing
-        if not getattr(config.data, "preprocess_only", False):
-            if speed.torch_compile and not launch.has_compiler():
-                raise ConfigError(
-                    "--torch_compile needs a compiler: apt install g++, in an image "
-                    "--build-arg EXTRA_PACKAGES=g++"
-                )
-            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
-        self._kept: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
         self._before: dict[str, Any] = {}
-        if self.dir != Path():
+        if not getattr(config.data, "preprocess_only", False):  # which makes no run folder
+            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
             named = config.checkpoint.resume_from_checkpoint
             folder, self._before = on_main(partial(settings_of, self.dir, named))
             # before minutes of loading; `Checkpointer.resume` looks at all settings
             given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
             allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
-            refuse_changes(folder, changes(self._before, given), allowed)
+            refuse_changes(folder, self._before, given, allowed)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
@@ -218,7 +210,7 @@ class Setup:
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume."""
         self.strategy.require("Setup.keep")
-        self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self.kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
     def rehearse(
         self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1
@@ -241,23 +233,8 @@ class Setup:
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
         trial.settle_ddp()
         if self.config.checkpoint.dress_rehearsal and not self._before:
-            trial.dress_rehearsal(self._saver(""), TrainState())
+            trial.dress_rehearsal(Checkpointer(self, ""))
         return self.config
-
-    def _saver(self, fingerprint: str) -> Checkpointer:
-        name = configs.flatten(self.config).get("model_name_or_path") or ""
-        model = self.accelerator.unwrap_model(self.models["model"])
-        return Checkpointer(
-            self.strategy,
-            self.models,
-            self.optimizers,
-            self.dir,
-            self.config,
-            data=fingerprint,
-            base=identity_of_frozen(name, model),
-            ema=self.ema,
-            extra=self._kept,
-        )
 
     def start(
         self,
@@ -291,8 +268,7 @@ class Setup:
             CheckpointError: none of the run's checkpoints is whole.
         """
         config = self.config
-        given = configs.flatten(config)
-        saver = self._saver(fingerprint)
+        saver = Checkpointer(self, fingerprint)
         state = saver.resume(config.checkpoint.resume_from_checkpoint)
         if state.place:
             longer = train.resume(state.step, state.place)
@@ -310,14 +286,10 @@ class Setup:
             state.stopped_early = []
         is_over = state.step >= total_steps or bool(state.stopped_early)
         if is_over and on_main((self.dir / makes).exists):
-            budget = next(
-                (name for name in ("max_tokens", "num_train_epochs") if given.get(name)),
-                "max_steps",
-            )
             raise exits.Finished(
-                f"{self.dir} is finished: {state.step} steps. Train longer "
-                f"with a larger --{budget} and "
-                f"--allow_changed {budget}, or choose another --output_dir"
+                f"{self.dir} is finished: {state.step} steps. Train longer with a larger budget "
+                "(--max_steps or --num_train_epochs) and its name after --allow_changed, or choose "
+                "another --output_dir"
             )
         config = configs.replace(config, output_dir=self.dir)
         if self.is_main:
@@ -329,31 +301,25 @@ class Setup:
         self, train: Any, total_steps: int, samples: str, rows: dict[str, Any]
     ) -> None:
         config = self.config
-        batch = rows.pop("batch", None)
         epoch = train.steps_per_epoch
         epochs = ""
         if epoch:
             epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
         if isinstance(order := getattr(train, "order", None), Mixture):
             rows["mixture"] = order.describe(total_steps)
-        shares = self.strategy.shares(self.models["model"], self.optimizers)
-        processes = self.accelerator.num_processes
-        inside = self.dir.is_relative_to(Path.cwd())
-        shown_dir = self.dir.relative_to(Path.cwd()) if inside else self.dir
-        held = [f"{share:.0%} of the {name}" for name, share in shares.items()]
-        summary(
-            self.name,
-            {
-                "run on": launch.strategy(self.accelerator),
-                "each process holds": ", ".join(held) if processes > 1 else None,
-                **{name.replace("_", " "): value for name, value in rows.items()},
-                "batch": batch or launch.batch_line(config.batch, self.accelerator, samples),
-                "budget": f"{total_steps:,} steps{epochs}",
-                "cadence": launch.cadence_line(config, total_steps, epoch),
-                "optimizer": rows.get("optimizer", config.optim.describe()),
-                **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
-                "output": f"{shown_dir}; summary.txt there says more",
-            },
-            details=DETAILS,
-            file=self.dir / "summary.txt",
-        )
+        cadence = f"evaluates every {config.evaluation.every(total_steps, epoch):,} steps"
+        cadence += f", saves every {config.checkpoint.every(total_steps):,} steps"
+        metric = config.evaluation.metric_for_best_model
+        if metric != "none":
+            cadence += f", keeps the best {metric} ({better(metric)} is better)"
+        lines = {
+            "run on": launch.strategy(self.accelerator),
+            "batch": launch.batch_line(config.batch, self.accelerator, samples),
+            "budget": f"{total_steps:,} steps{epochs}",
+            "cadence": cadence,
+            "optimizer": config.optim.describe(),
+        }
+        lines |= {name.replace("_", " "): value for name, value in rows.items()}
+        lines["by default"] = "; ".join(self._chosen) or None
+        lines["output"] = f"{self.dir}; summary.txt there says more"
+        summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")

@@ -60,7 +60,6 @@ class TrainState:
     scored_by: list[str] = field(default_factory=list)
     # [budget in steps, patience] that ended the run
     stopped_early: list[int] = field(default_factory=list)
-    started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     # what the next log line is made of so far: each rank's sums by name
     interval: list[dict[str, float]] = field(default_factory=list)

@@ -8,11 +8,11 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
-from shared.parallel.strategy import Strategy
 from shared.run.checkpoint import Checkpointer
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
+from tests.run.test_checkpoint import setup_of
 
 
 class Subject(nn.Module):
@@ -165,8 +165,8 @@ def begin(folder):
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
     ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
     folder.mkdir(exist_ok=True)
-    options = {"data": "abc", "ema": ema, "extra": {"outer.momentum": momentum}}
-    saver = Checkpointer(Strategy(accelerator), {"model": model}, optimizers, folder, SmallConfig(), **options)
+    more = {"ema": ema, "kept": {"outer.momentum": momentum}}
+    saver = Checkpointer(setup_of(accelerator, model, optimizers, folder, SmallConfig(), **more), "abc")
     return model, optimizers, ema, momentum, saver
 
 

@@ -17,7 +17,7 @@ from shared.process.errors import CleanExit
 from shared.process.files import whole_folder
 from shared.process.signals import record_end
 from shared.run import exits, folder
-from shared.run.folder import _tidy, open_run
+from shared.run.folder import open_run
 from tests.conftest import ROOT, slow
 
 
@@ -72,20 +72,19 @@ def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, na
 
 
 def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_path):
-    names, touch = [], Path.touch
+    """Who does not hold the folder writes nothing that who holds it could tidy away."""
+    touch = Path.touch
 
-    def touch_and_tidy(path, *args, **kwargs):
+    def touch_if_held(path, *args, **kwargs):
+        assert path.parent in folder._locks
         touch(path, *args, **kwargs)
-        names.append(path.name)
-        if len(names) == 1:
-            _tidy(tmp_path)  # as the run does that holds the folder
 
-    monkeypatch.setattr(Path, "touch", touch_and_tidy)
+    monkeypatch.setattr(Path, "touch", touch_if_held)
     for _ in range(2):
         monkeypatch.setattr(folder, "_locks", {})
         monkeypatch.setattr(exits, "_folder", None)
         assert open_run(Accelerator(cpu=True), tmp_path, "any") == tmp_path
-    assert len(set(names)) == 4 and {p.name for p in tmp_path.iterdir()} <= {".lock", *names}
+    assert {p.name for p in tmp_path.iterdir()} == {".lock"}
 
 
 # exit.json -----------------------------------------------------------------------------------------------------------

@@ -165,9 +165,9 @@ def test_a_save_in_the_background_that_fails_or_is_killed(flags, straight, tmp_p
     given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
     failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
     assert failed.output.count("error: checkpoint-000004 could not be saved: rank 1: ") == 1
-    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2, 6]  # the next one was tried, and is there
+    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2]
     assert with_fault("pretrain", folder, "save.rename:kill#0", *given, processes=2).returncode != 0
-    assert valid_checkpoints(folder) == [2, 6]
+    assert valid_checkpoints(folder) == [2]
     assert_continues("pretrain", folder, given, straight, 2)
 
 
@@ -195,12 +195,10 @@ def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
     in_turn = {
         "evaluation:term@3#1": 0,  # the evaluation is broken off, and made after the resume
         "micro_batch:usr@6#0": 3,
-        "save.shard:term#1": None,  # noted while it saves step 4: agreed on after step 5, or after 6 where steps are fast
+        "save.shard:term#1": 5,  # noted while it saves step 4
     }
     for fault, step in in_turn.items():
         stopped = with_fault("pretrain", folder, fault, *given, processes=2)
-        step = exit_of(folder)["step"] if step is None else step
-        assert step in (0, 3, 5, 6)
         assert_stopped(stopped, folder, step)
     assert_continues("pretrain", folder, given, lambda *_: reference, 2)
 
@@ -209,7 +207,7 @@ def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "step"),
     [
-        ("micro_batch:term@1#1", 2),  # nothing waits for the device after step 1: agreed on in the next
+        ("micro_batch:term@1#1", 1),
         ("micro_batch:term@16#1", 8),  # in the last step
         ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
         ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for
@@ -337,11 +335,11 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named(flags, straight, tmp_path):
+def test_a_rank_that_hangs_ends_the_run(flags, straight, tmp_path):
     given, folder = (*flags["pretrain"], "--ddp_timeout", 5), tmp_path / "run"
     done = with_fault("pretrain", folder, "micro_batch:hang@6#1", *given, processes=2)
     assert done.returncode != 0 and exit_of(folder)["exit_code"] == 5
-    assert "error: rank 0 at step 3: rank 1 does not answer: it has ended, or hangs" in done.output
+    assert "error: rank 0 at step 3: another rank does not answer: it has ended, or hangs" in done.output
     assert_continues("pretrain", folder, given, straight, 2)
 
 
@@ -444,7 +442,7 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     assert set(map(int, named.split(", "))) <= set(samples)
     assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
     assert two.last("skipped_steps") == 1
-    assert json.loads((tmp_path / "two/checkpoint-000004/trainer_state.json").read_text())["skipped"] == 1
+    assert json.loads((tmp_path / "two/checkpoint-000004/MANIFEST.json").read_text())["state"]["skipped"] == 1
     one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@13", *given)
     others = {step: loss for step, loss in one.losses.items() if step != 4}
     assert {s: v for s, v in two.losses.items() if s != 4} == pytest.approx(others, rel=1e-5)
@@ -528,7 +526,7 @@ def test_two_processes_then_one_then_four(flags, tmp_path):
     with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
     last = run("pretrain", folder, *given, processes=4)
     assert last.manifest(STEPS)["world_size"] == 4
-    assert "4 processes x 1 at once x 3 accumulated (its share of 3 does not divide by 2; " in last.summary
+    assert "4 processes x 1 at once x 3 accumulated" in last.summary
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
     rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageClassification, pipeline
 
 from shared.parallel.tensor import _plan_of
 from shared.process.errors import ConfigError
-from shared.run.tensors import TensorReader
+from shared.run.tensors import saved_tensors
 from tests.conftest import Run, load_template, paint, run, run_here, save_classifier, slow
 
 AUGMENTED = (
@@ -290,7 +290,7 @@ def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):
     after = run.weights()
     head = ("classifier.1.weight", "classifier.1.bias")
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(head)
-    saved = TensorReader(tmp_path / "run/checkpoint-000012").pieces
+    saved = saved_tensors(tmp_path / "run/checkpoint-000012")
     moments = {name for name in saved if name.startswith("optimizer") and name.endswith("exp_avg")}
     assert moments == {f"optimizer.{name}.exp_avg" for name in head}
     assert not [name for name in saved if "convolution" in name]
@@ -332,7 +332,7 @@ def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     last = max(evaluations)
     assert last == best + 6 < 60
     assert evaluation(folder)["loss"] == pytest.approx(evaluations[best], rel=1e-5)
-    state = json.loads((folder / f"checkpoint-{last:06d}/trainer_state.json").read_text())
+    state = json.loads((folder / f"checkpoint-{last:06d}/MANIFEST.json").read_text())["state"]
     assert state["best_step"] == best and state["stopped_early"]
     before = (folder / "metrics.jsonl").read_bytes()
     run_here("image_classification", *flags, "--output_dir", folder)  # says that it is finished
@@ -357,7 +357,7 @@ def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp
     best = max(evaluations, key=evaluations.get)
     equals = [step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]]
     assert min(equals) < best
-    state = json.loads((tmp_path / "run/checkpoint-000024/trainer_state.json").read_text())
+    state = json.loads((tmp_path / "run/checkpoint-000024/MANIFEST.json").read_text())["state"]
     assert state["best_step"] == best
     assert evaluation(tmp_path / "run")["loss"] == pytest.approx(-evaluations[best][1], rel=1e-5)
 

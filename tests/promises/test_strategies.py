@@ -100,7 +100,7 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
     manifest = other.manifest(STEPS)
     assert manifest["world_size"] == processes
     assert manifest["strategy"] == f"{name} on cpu, fp32"
-    assert f"rehearsal: {name} on cpu, fp32: {processes} CPU processes in place of GPUs" in other.output
+    assert f"{name} on cpu, fp32" in other.output
     held = manifest["held"]
     assert held["weights"] == pytest.approx(weights, abs=0.01) if weights else held["weights"] < 0.9
     if moments or template == "pretrain":

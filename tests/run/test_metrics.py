@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config.options import LogConfig
+from shared.config.options import EvaluationConfig, LogConfig
 from shared.data.order import IGNORED
 from shared.models.counts import PEAK_FLOPS
 from shared.parallel.strategy import Strategy
@@ -17,7 +17,7 @@ from shared.run.state import TrainState
 from shared.training import step
 from shared.training.step import Step
 
-QUIET = LogConfig(report_to="none", logging_steps=2)
+CONFIG = SimpleNamespace(log=LogConfig(report_to="none", logging_steps=2), evaluation=EvaluationConfig())
 
 
 class Ranks(SimpleNamespace):
@@ -27,6 +27,10 @@ class Ranks(SimpleNamespace):
 
     def log(self, *_, **__):
         pass
+
+
+def setup_of(accelerator, folder):
+    return SimpleNamespace(accelerator=accelerator, config=CONFIG, dir=folder, name="x", unit="tokens", is_main=True)
 
 
 def a_step(accelerator, state, loss, finite=True):
@@ -50,7 +54,7 @@ def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
     one, state = Ranks(num_processes=1), TrainState()
-    logger = metrics.Logger(one, QUIET, tmp_path, state, 9, {}, template="x")
+    logger = metrics.Logger(setup_of(one, tmp_path), state, 9, None)
     for loss, finite in ((4.0, True), (math.nan, False), (8.0, True)):
         clock[0] += 2
         logger.step(a_step(one, state, loss, finite), due=state.step == 3)
@@ -68,7 +72,7 @@ def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(proces
     monkeypatch.setattr(metrics, "total", lambda _, own: processes * own)
     each = [{metrics.STEPS: 2.0, "loss": 4.0}, {metrics.STEPS: 1.0, "loss": 1.0}]
     state, ranks = TrainState(step=2, interval=json.loads(json.dumps(each))), Ranks(num_processes=processes)
-    logger = metrics.Logger(ranks, QUIET, tmp_path, state, 9, {}, template="x")
+    logger = metrics.Logger(setup_of(ranks, tmp_path), state, 9, None)
     monkeypatch.setattr(metrics, "gather_object", lambda own: own)
     logger.note_interval()
     kept = {metrics.STEPS: 1.5, "loss": 2.5} if processes != 2 else each[0]
@@ -86,7 +90,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
     two = Ranks(num_processes=2)
     state = TrainState()
-    logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
+    logger = metrics.Logger(setup_of(two, tmp_path), state, 4, 3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
     window.indices = np.array([[0], [1]])

@@ -1,28 +1,28 @@
 """The files of tensors in a checkpoint: pieces of ranks, written once, read whole, also by PyTorch's own reader."""
 
 import itertools
-import json
+import re
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import _TYPES
 
 from shared.process.files import digest
-from shared.run.checkpoint_files import MANIFEST, CheckpointError
-from shared.run.tensors import _DTYPES, Piece, TensorReader, pieces_of, read_tensors, share_out, write
-
-
-def finish(folder):
-    (folder / MANIFEST).write_text(json.dumps({"files": {path.name: digest(path) for path in folder.iterdir()}}))
+from shared.run.checkpoint_files import CheckpointError
+from shared.run.tensors import Piece, pieces_of, read, read_tensors, share_out, write
 
 
 def test_all_types_and_shapes_are_the_same_bits_after_it(tmp_path):
-    tensors = {f"of {code}": torch.randn(3, 5).mul(9).to(dtype) for code, dtype in _DTYPES.items()}
+    tensors = {
+        f"of {code}": torch.randn(3, 5).mul(9).to(dtype)
+        for code, dtype in _TYPES.items()
+        if not re.search("U[136]|FNUZ", code)
+    }
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "part": torch.randn(9)[2:5]}
     tensors |= {"turned": torch.randn(2, 3).T, "column": torch.randn(5, 4)[:, 1:2]}
     fact = write(tmp_path / "rank-0.safetensors", tensors, share_out([pieces_of(tensors)])[0])
     assert fact == digest(tmp_path / "rank-0.safetensors")
-    finish(tmp_path)
     theirs = {name: torch.empty_like(value) for name, value in tensors.items()}
     dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     for found in (read_tensors(tmp_path), theirs):
@@ -38,13 +38,15 @@ def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
     whole = torch.randn(5, 4)
     rows, columns = ([min(size, i * -(-size // n)) for i in range(n + 1)] for size, n in zip((5, 4), cuts, strict=True))
     boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
-    pieces = [Piece("F32", (5, 4), (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
+    pieces = [Piece((5, 4), (a, c), (b - a, d - c), 4 * (b - a) * (d - c)) for (a, b), (c, d) in boxes]
     shares = share_out([{"x": piece} for piece in pieces * 2])
     assert sum(piece.bytes for share in shares for piece in share.values()) == whole.nbytes
     for rank, share in enumerate(shares):
-        mine = {name: whole[tuple(map(slice, piece.offset, piece.end))] for name, piece in share.items()}
+        mine = {
+            name: whole[tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.sizes, strict=True))]
+            for name, piece in share.items()
+        }
         write(tmp_path / f"rank-{rank}.safetensors", mine, share)
-    finish(tmp_path)
     assert read_tensors(tmp_path)["x"].equal(whole)
     if len(shares) > 2:
         with pytest.raises(ValueError, match="x: the ranks' pieces do not make the whole of it"):
@@ -52,8 +54,8 @@ def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
 
 
 def test_what_ranks_hold_alike_is_written_once_and_evenly():
-    held = {f"x{n}": Piece("F32", (n + 1, 10), (0, 0), (n + 1, 10)) for n in range(20)}
-    shares = share_out([held | {f"own{rank}": Piece("U8", (), (), ())} for rank in range(4)])
+    held = {f"x{n}": Piece((n + 1, 10), (0, 0), (n + 1, 10), 40 * (n + 1)) for n in range(20)}
+    shares = share_out([held | {f"own{rank}": Piece((), (), (), 1)} for rank in range(4)])
     assert sorted(name for share in shares for name in share) == sorted([*held, *(f"own{rank}" for rank in range(4))])
     sizes = [sum(piece.bytes for piece in share.values()) for share in shares]
     assert max(sizes) < 1.1 * min(sizes)
@@ -62,20 +64,18 @@ def test_what_ranks_hold_alike_is_written_once_and_evenly():
 def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
     write(tmp_path / "rank-0.safetensors", tensors, pieces_of(tensors))
-    finish(tmp_path)
     for other, message in (
-        ({"b": torch.zeros(4)}, r"b has the shape \[3\] there, but \[4\] in this run"),
-        ({"c": torch.zeros(3)}, "it has no c"),
+        ({"b": torch.zeros(4)}, r"Size mismatch between saved torch.Size\(\[3\]\) and current: torch.Size\(\[4\]\) for b"),
+        ({"c": torch.zeros(3)}, "Missing key in checkpoint state_dict: c"),
     ):
         target = torch.zeros(3)
-        with pytest.raises(ValueError, match=message):
-            TensorReader(tmp_path).read({"a": target} | other)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            read(tmp_path, {"a": target} | other)
         assert not target.any()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x02" + bytes(7) + b"{}", b"\x05" + bytes(7) + b'"abc"'])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x05" + bytes(7) + b'"abc"'])
 def test_a_file_of_something_else_is_named(tmp_path, content):
     (tmp_path / "rank-0.safetensors").write_bytes(content)
-    finish(tmp_path)
-    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors: cannot be read"):
-        TensorReader(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be read"):
+        read_tensors(tmp_path)

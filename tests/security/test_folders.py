@@ -11,7 +11,7 @@ import pytest
 
 from shared.commands import run as command
 from shared.process.errors import ConfigError
-from shared.process.files import digest, inside, open_regular, whole_folder
+from shared.process.files import digest, open_regular, whole_folder
 from shared.process.signals import start_of
 from shared.run.checkpoint_files import MANIFEST, CheckpointError, _digest_of, verify
 from shared.run.folder import FILES, MODELS, PICTURES, REPORT, _lock
@@ -130,18 +130,12 @@ def test_no_link_is_followed_where_a_run_writes(tmp_path, image_folder, architec
     assert (folder / "final" / "model.safetensors").is_file() and not (folder / "final").is_symlink()
 
 
-def test_what_is_no_file_is_not_opened_and_no_name_leads_out(tmp_path):
+def test_what_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "link").symlink_to(tmp_path)
     with pytest.raises(OSError, match=r"not a regular file|No such device"):
         open_regular(tmp_path / "pipe", "w")
     with pytest.raises(OSError, match="not a regular file"):
         open_regular(Path("/dev/null"))
-    for name in ("../x", "/etc/passwd", "a/../../x", "link/x"):
-        with pytest.raises(ConfigError, match="leads out of this folder"):
-            inside(tmp_path / "folder", name)
-    assert inside(tmp_path / "folder", "a/../b") == tmp_path / "folder" / "a/../b"
     with whole_folder(tmp_path / "made") as made:
         (made / "x").write_text("x")
     assert files_of(tmp_path / "made") == {"x": b"x"}
@@ -154,7 +148,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path):
     saver.save(TrainState(step=2))
     one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (1, 2))
     rewrite(two, files={f"../{one.name}/{path.name}": digest(path) for path in one.iterdir() if path.name != MANIFEST})
-    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is not of this checkpoint"):
         verify(two)
 
 
