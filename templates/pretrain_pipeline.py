@@ -75,7 +75,6 @@ class Config:
             "--ddp_comm_hook": self.speed.ddp_comm_hook != "none",
             "--dress_rehearsal": self.checkpoint.dress_rehearsal,
             "--layer_decay": self.optim.layer_decay < 1,
-            "--optim adamw_8bit": self.optim.optim == "adamw_8bit",
             "--ema_decay": self.evaluation.ema_decay > 0,
         }
         if refused := [flag for flag, given in not_here.items() if given]:

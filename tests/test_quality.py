@@ -77,7 +77,6 @@ ONLY = {
     "torchvision": ("images",),
     "peft": ("models", "experts"),
     "bitsandbytes": ("models", "experts"),
-    "torchao": ("training",),
 }
 
 

@@ -92,8 +92,6 @@ def prepare(
     if mesh is not None:
         if accelerator.mixed_precision == "fp16":
             raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
-        if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
-            raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
         if accelerator.mixed_precision == "fp8":
             raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
         tensor_parallel(model, mesh)
