@@ -34,12 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("none", "1gbit", "100mbit", "20mbit", "50ms")  # a rate, or the delay of each way
 WAYS = {  # (flags, steps)
     "ddp": ("", 6),
-    "ddp bf16": ("--ddp_comm_hook bf16", 6),
     "h10": ("--sync_every 10", 40),
     "h50": ("--sync_every 50", 150),
     "h500": ("--sync_every 500", 500),
-    "async h50": ("--sync_every 50 --sync_delay 20 --sync_fragments 4", 250),
-    "async h50 bf16": ("--sync_every 50 --sync_delay 20 --sync_fragments 4 --sync_dtype bf16", 250),
 }
 NAMES = ("replica0", "replica1")
 

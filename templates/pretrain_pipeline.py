@@ -72,7 +72,6 @@ class Config:
             "--isolate_documents": self.data.isolate_documents,
             "--find_batch_size": self.batch.find_batch_size,
             "--per_device_eval_batch_size (all batches have one size)": eval_size != 8,
-            "--ddp_comm_hook": self.speed.ddp_comm_hook != "none",
             "--dress_rehearsal": self.checkpoint.dress_rehearsal,
             "--layer_decay": self.optim.layer_decay < 1,
             "--ema_decay": self.evaluation.ema_decay > 0,

@@ -198,7 +198,6 @@ class SpeedConfig:
     ] = "auto"
 
     # Not fields: gradients and checkpoints of adapters are small. FullSpeedConfig makes flags.
-    ddp_comm_hook = "none"
     async_save = False
 
 
@@ -206,8 +205,6 @@ class SpeedConfig:
 class FullSpeedConfig(SpeedConfig):
     """Memory and speed, where all weights are trained."""
 
-    # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
-    ddp_comm_hook: Free[Literal["none", "bf16", "fp16"]] = "none"
     # Write checkpoints in the background; training waits for a copy to the host's memory only
     async_save: Free[bool] = False
 

@@ -4,27 +4,20 @@ for all.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.loader import Share
 from shared.data.stretches import cut
-from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
 from shared.parallel.tensor import (
-    _give_parameters,
-    _one_mesh_a_group,
+    give_parameters,
+    split_by_mesh,
     tensor_parallel,
     tensor_parallel_mesh,
 )
@@ -65,7 +58,6 @@ def prepare(
     model: nn.Module,
     optimizers: list[Any],
     *,
-    comm_hook: str = "none",
     replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every
@@ -74,7 +66,6 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
-        comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
         replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
 
     Returns:
@@ -82,21 +73,18 @@ def prepare(
         for.
 
     Raises:
-        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has
-            an answer of its own to a question that the template's config answers.
+        ConfigError: the model cannot be spread that way.
     """
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
     groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
     del names  # or it would keep the weights
     if mesh is not None:
-        if accelerator.mixed_precision == "fp16":
-            raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
-        if accelerator.mixed_precision == "fp8":
-            raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
+        if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
+            raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
-        _give_parameters(optimizers, groups_of, model)
+        give_parameters(optimizers, groups_of, model)
     sharded = accelerator.distributed_type == DistributedType.FSDP
     layout = accelerator.parallelism_config
     if (mesh is not None or replicas) and not sharded:
@@ -109,7 +97,7 @@ def prepare(
         if sharded:
             _own_what_is_left(model)
         if pieces := take_pieces(model) if sharded else {}:
-            _give_parameters(optimizers, groups_of, model)
+            give_parameters(optimizers, groups_of, model)
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
         groups = layout.dp_replicate_size if layout is not None else 1
@@ -126,28 +114,20 @@ def prepare(
         with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
             prepared = accelerator.prepare(model, *optimizers)
         if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
-            on_host = (
-                isinstance(plugin.cpu_offload, CPUOffloadPolicy) or accelerator.device.type == "cpu"
-            )
-            put_pieces(prepared[0], pieces, torch.device("cpu") if on_host else accelerator.device)
-            _give_parameters(
-                [wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0]
-            )
+            is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+            device = torch.device("cpu") if is_offloaded else accelerator.device
+            put_pieces(prepared[0], pieces, device)
+            given = [wrapper.optimizer for wrapper in prepared[1:]]
+            give_parameters(given, groups_of, prepared[0])
         if mesh is not None:
             layout.tp_size = mesh.size()
         if replicas:
             layout.dp_replicate_size = groups
     model, *wrapped = prepared
     optimizers = [wrapper.optimizer for wrapper in wrapped]
-    if comm_hook != "none":
-        if not isinstance(model, DistributedDataParallel):
-            raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
-        model.register_comm_hook(
-            None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook]
-        )
     if mesh is not None:
         for optimizer in optimizers:
-            _one_mesh_a_group(optimizer)
+            split_by_mesh(optimizer)
     return model, optimizers
 
 
@@ -185,28 +165,3 @@ def _own_what_is_left(model: nn.Module) -> None:
                         part._parameters[name] = nn.Parameter(
                             parameter.detach().clone(), requires_grad=False
                         )
-
-
-def sharding_shares(
-    accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]
-) -> dict[str, float]:
-    """The share of all weights, and of the optimizer's state, that this process keeps between
-    steps.
-
-    Empty for a pipeline, whose ranks do not know the whole.
-    """
-    if ranks.pipeline_ranks() > 1:
-        return {}
-
-    def pieces(parameters: Iterable[torch.Tensor]) -> float:
-        mine = everything = 0
-        for p in parameters:
-            local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
-            mine = mine + local.numel()
-            everything = everything + getattr(p, "ds_numel", p.numel())
-        return mine / everything
-
-    reshard(model)  # a forward has left weights of the root gathered
-    shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
-    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return shares | ({"optimizer state": pieces(trained)} if trained else {})

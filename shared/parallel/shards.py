@@ -8,7 +8,6 @@ transformers reads the rows alone out of safetensors.
 """
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, TypeGuard
@@ -55,22 +54,6 @@ def _rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A copy of this rank's rows of a tensor."""
     return _rows(tensor, mesh).clone()
-
-
-@contextlib.contextmanager
-def _freed_at_once() -> Iterator[None]:
-    """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to
-    32 MiB each.
-    """
-    mmap_threshold = -3
-    trim_threshold = -1  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # to what they rise by themselves
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
 
 
 def whole(tensor: Any) -> Any:
@@ -133,7 +116,7 @@ def in_shards() -> Iterator[None]:
     from transformers import core_model_loading, initialization
 
     mesh = _mesh()
-    if mesh is None or not hasattr(core_model_loading, "DtensorShardOperation"):
+    if mesh is None:
         yield
         return
 
@@ -156,7 +139,6 @@ def in_shards() -> Iterator[None]:
     hook = register_module_module_registration_hook(cut)
     with contextlib.ExitStack() as patches:
         patches.callback(hook.remove)
-        patches.enter_context(_freed_at_once())
         drawn = {name: partial(_draw, function) for name, function in functions.items()}
         patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
         changed: Any = (

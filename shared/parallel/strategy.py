@@ -1,6 +1,6 @@
 """The parts of a step and of a checkpoint that differ between parallel strategies."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,8 +10,14 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
-from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
-from shared.process import faults
+from shared.parallel.gradients import (
+    gradient_norm,
+    keeps_gradients,
+    local_part,
+    reshard,
+    scale_gradients,
+)
+from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
 
@@ -52,14 +58,21 @@ class Strategy:
     # Before training ------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
         """Model and optimizers on the device, wrapped, sharded: see `sharding.prepare`."""
-        return sharding.prepare(self.accelerator, model, optimizers, comm_hook=comm_hook)
+        return sharding.prepare(self.accelerator, model, optimizers)
 
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
-        """The share of weights and optimizer state that this rank keeps between steps."""
-        return sharding.sharding_shares(self.accelerator, model, optimizers)
+        """The share of weights and optimizer state that this rank keeps between steps. Empty for a
+        pipeline, whose ranks do not know the whole.
+        """
+        if ranks.pipeline_ranks() > 1:
+            return {}
+        reshard(model)  # a forward has left weights of the root gathered
+        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        shares = {"weights": _share(self.accelerator.unwrap_model(model).parameters())}
+        return shares | ({"optimizer state": _share(trained)} if trained else {})
 
     # A step ---------------------------------------------------------------------------------------
 
@@ -128,12 +141,8 @@ class Strategy:
 
     # Checkpoints ----------------------------------------------------------------------------------
 
-    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """Tensors of its own that a checkpoint holds, by name; loaded in place.
-
-        Args:
-            saved: names in the checkpoint that is to be loaded.
-        """
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of its own that a checkpoint holds, by name; loaded in place."""
         return {}
 
     def begin_from_agreed(self) -> None:
@@ -159,6 +168,13 @@ class Strategy:
             read: fills tensors, whole ones, by name from the checkpoint.
         """
         return False
+
+
+def _share(parameters: Iterable[Any]) -> float:
+    """What this rank keeps of parameters, by numbers; ZeRO-3 keeps them in tensors of its own."""
+    every = list(parameters)
+    mine = sum(local_part(getattr(p, "ds_tensor", p)).numel() for p in every)
+    return mine / sum(getattr(p, "ds_numel", p.numel()) for p in every)
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -132,15 +132,13 @@ class Checkpointer:
         live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(
-        self, step: int, saved: Container[str] = ()
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _live(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers.
 
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
         read back if as many ranks resume, else the shared value is.
         """
-        tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
+        tensors = _named("extra.", self.extra) | self.strategy.tensors()
         if self.strategy.agreed:
             tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
@@ -559,7 +557,7 @@ class Checkpointer:
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._live(step, saved)
+        tensors, _ = self._live(step)
         self._drop_unsaved(saved, tensors, scalars)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:

@@ -51,13 +51,10 @@ def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
 
 
 @pytest.mark.parametrize(("count", "heads"), [(2, 3), (8, 12)])
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(monkeypatch, count, heads):
+def test_heads_that_do_not_divide_are_refused(monkeypatch, count, heads):
     monkeypatch.setattr(ranks, "sequence_ranks", lambda: count)
     states = [torch.zeros(1, heads, 4, 8)] * 3
-    sizes = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
-    with pytest.raises(
-        ConfigError, match=f"sp_size {count} does not divide the model's {heads} attention heads: {sizes} would"
-    ):
+    with pytest.raises(ConfigError, match=f"sp_size {count} does not divide the model's {heads} attention heads"):
         sequence.attend_by_heads(lambda *_: None, None, states, None)
 
 
