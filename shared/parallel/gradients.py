@@ -79,9 +79,5 @@ def gradient_norm(
 @torch.no_grad()
 def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all gradients in place by `factor`, a scalar tensor."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        piece = local_part(gradient)
-        by_device.setdefault(piece.device, []).append(piece)
-    for device, pieces in by_device.items():
-        torch._foreach_mul_(pieces, factor.to(device))
+    if gradients:  # those of offloaded weights are on the host
+        torch._foreach_mul_([*map(local_part, gradients)], factor.to(gradients[0].device))

@@ -25,13 +25,6 @@ from shared.process import ranks
 from shared.process.errors import ConfigError
 
 
-def data_rank(accelerator: Accelerator) -> int:
-    """This process's place among those that read different data: ranks that share a model's pieces
-    read the same.
-    """
-    return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
-
-
 def draws_rank(accelerator: Accelerator) -> int:
     """This process's place among those that compute different tokens, and draw different noise."""
     alike = ranks.data_parallel_size() * ranks.sequence_ranks()
@@ -39,9 +32,11 @@ def draws_rank(accelerator: Accelerator) -> int:
 
 
 def share(accelerator: Accelerator) -> Share:
-    """What this process reads of the data."""
+    """What this process reads of the data: ranks that share a model's pieces read the same."""
+    readers = ranks.data_parallel_size()
+    place = accelerator.process_index // (accelerator.num_processes // readers)
     part = cut if ranks.sequence_ranks() > 1 else dict
-    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device, part)
+    return Share(place, readers, accelerator.device, part)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,9 @@
-"""Models that are built or read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a
+"""Checkpoints that are read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a
 model whole.
 
 Inside of `in_shards` each matrix is cut by rows over the ranks that share one model: a DTensor in
-host memory, which `sharding.prepare` hands on to FSDP2 or to tensor parallelism. Random numbers are
-drawn for a whole matrix, of which a rank keeps its rows, so they are those of one process.
-transformers reads the rows alone out of safetensors.
+host memory, which `sharding.prepare` hands on to FSDP2 or to tensor parallelism. transformers reads
+the rows alone out of safetensors.
 """
 
 import contextlib
@@ -44,36 +43,11 @@ def _mesh() -> DeviceMesh | None:
     return _rows_of(copies, state.num_processes // copies)
 
 
-def _rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor, a view."""
-    each = -(-len(tensor) // mesh.size())
-    start = min(mesh.get_local_rank() * each, len(tensor))
-    return tensor.detach()[start : start + each]
-
-
 def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A copy of this rank's rows of a tensor."""
-    return _rows(tensor, mesh).clone()
-
-
-def whole(tensor: Any) -> Any:
-    """A tensor that may be cut, whole. Every rank calls this."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def _draw(
-    function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any
-) -> torch.Tensor:
-    """Let one of `transformers.initialization`'s functions fill a tensor that is cut with what it
-    gives to a whole one.
-    """
-    if not isinstance(tensor, DTensor):
-        return function(tensor, *args, **named)
-    if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        function(full, *map(whole, args), **named)
-        tensor.to_local().copy_(_rows(full, tensor.device_mesh))
-    return tensor
+    each = -(-len(tensor) // mesh.size())
+    start = min(mesh.get_local_rank() * each, len(tensor))
+    return tensor.detach()[start : start + each].clone()
 
 
 def _read(
@@ -110,10 +84,10 @@ def _put(
 
 @contextlib.contextmanager
 def in_shards() -> Iterator[None]:
-    """Cut the matrices of the models of transformers that are made in this block. Every rank makes
+    """Cut the matrices of the models of transformers that are read in this block. Every rank reads
     the same ones.
     """
-    from transformers import core_model_loading, initialization
+    from transformers import core_model_loading
 
     mesh = _mesh()
     if mesh is None:
@@ -121,35 +95,20 @@ def in_shards() -> Iterator[None]:
         return
 
     def cut(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        zeros = getattr(module, "padding_idx", None) is not None  # one of its rows begins as zeros
         for key, p in [] if module is None else module._parameters.items():
-            if (
-                p is not None
-                and p.ndim > 1
-                and not isinstance(p, DTensor)
-                and (p.is_meta or not zeros)
-            ):
+            if p is not None and p.ndim > 1 and p.is_meta and not isinstance(p, DTensor):
                 shape: Any = {"shape": p.shape, "stride": p.stride()}
                 piece = DTensor.from_local(
                     _piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape
                 )
                 module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
 
-    functions: dict[str, Any] = dict(initialization.TORCH_INIT_FUNCTIONS)
-    hook = register_module_module_registration_hook(cut)
-    with contextlib.ExitStack() as patches:
-        patches.callback(hook.remove)
-        drawn = {name: partial(_draw, function) for name, function in functions.items()}
-        patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
-        changed: Any = (
-            (initialization, "copy_", _draw),
-            (core_model_loading, "spawn_materialize", _read),
-            (core_model_loading, "set_param_for_module", _put),
-        )
-        for place, name, ours in changed:
-            patches.enter_context(
-                mock.patch.object(place, name, partial(ours, getattr(place, name)))
-            )
+    loading: Any = core_model_loading
+    ours = {
+        "spawn_materialize": partial(_read, loading.spawn_materialize),
+        "set_param_for_module": partial(_put, loading.set_param_for_module),
+    }
+    with register_module_module_registration_hook(cut), mock.patch.multiple(loading, **ours):
         yield
 
 
@@ -177,7 +136,7 @@ def _is_cut(p: torch.Tensor) -> TypeGuard[DTensor]:
 
 def make_whole(model: nn.Module) -> None:
     """Give each rank all of what `in_shards` has cut. Every rank calls this."""
-    _exchange(model, lambda p: whole(p) if _is_cut(p) else p)
+    _exchange(model, lambda p: p.full_tensor().detach() if _is_cut(p) else p)
 
 
 def take_pieces(model: nn.Module) -> dict[str, torch.Tensor]:
