@@ -80,11 +80,6 @@ class Flag:
                 words = " ".join(texts)
                 raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {words}")
             return values[0]
-        if any(text.startswith("-") for text in texts):  # a mistyped flag
-            raise ConfigError(
-                f"--{self.name}: a value cannot begin with a dash, as {' '.join(texts)!r} "
-                "does; ./-x is a file"
-            )
         return values
 
     def _one(self, text: str) -> Any:
@@ -211,10 +206,8 @@ def parse_or_exit(config_class: type[T]) -> T:
         "--config run.yaml takes flags from a file, without the dashes; the command line wins."
     )
     with clean_exit():
-        start.require_shared_beside(Path(getattr(script, "__file__", None) or __file__))
         config = parse(config_class, description=about)
     print_main("loading PyTorch")
-    start.keep_compiled()
     return config
 
 
@@ -299,10 +292,9 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
             raise ConfigError(f"{flag} is given twice: put all of its values after one {flag}")
         values[key] = texts
     if unknown:
-        more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
-        more *= any(": " not in flag for flag in unknown)
         raise ConfigError(
-            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all{more}"
+            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all; "
+            "docs/coming_from.md has those of Trainer, TRL, timm and others"
         )
     for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo

@@ -61,12 +61,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     patterns = {
         re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()
     }
-    for name, module in list(whole.get_decoder().named_modules()):
+    parts = dict(whole.get_decoder().named_modules())
+    for name, module in parts.items():
         if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and [*module.parameters()]:
             raise ConfigError(
                 f"{name_of_model} cannot be tensor parallel here ({name} sees "
                 "all heads): use fsdp2.yaml"
             )
+    for name, module in parts.items():
         for pattern, kind in patterns.items():
             if pattern.fullmatch(name):
                 adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})

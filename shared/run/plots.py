@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from shared.process.files import open_regular
-
 
 def draw_curves(
     metrics: Path, picture: Path, chosen: str = "loss", training: str = "training"
@@ -62,6 +60,6 @@ def draw_curves(
         if len(labels) > 1 and panel.lines:
             panel.legend()
     temporary = picture.with_name(".curves.png")
-    with open_regular(temporary, "wb") as file:
+    with temporary.open("wb") as file:
         figure.savefig(file, dpi=120, format="png")
     temporary.replace(picture)

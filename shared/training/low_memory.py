@@ -32,7 +32,9 @@ class StochasticAdamW(torch.optim.Optimizer):
     a resumed run repeats.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
