@@ -175,22 +175,21 @@ def save(config: Any, path: Path) -> None:
 
 def replace(config: T, **changes: Any) -> T:
     """A copy with some flat fields changed."""
-    nested = _nested(changes, flags(type(config)), config)
-    return dataclasses.replace(config, **nested)  # type: ignore[type-var]
+    return dataclasses.replace(config, **_nested(changes, config))  # type: ignore[type-var]
 
 
-def _nested(changes: dict[str, Any], known: dict[str, Flag], base: Any) -> dict[str, Any]:
-    """The changed fields, and the changed groups whole: unchanged fields are those of `base`, a
-    config or its class.
-    """
-    by_group: dict[str, dict[str, Any]] = {"": {}}
-    for name, value in changes.items():
-        by_group.setdefault(known[name].group, {})[name] = value
-    ungrouped = by_group.pop("")
-    return ungrouped | {
-        group: dataclasses.replace(getattr(base, group), **values)
-        for group, values in by_group.items()
-    }
+def _nested(changes: dict[str, Any], base: Any) -> dict[str, Any]:
+    """The changed fields of `base`, a config or its class; groups with a changed field whole."""
+    nested: dict[str, Any] = {}
+    for field in dataclasses.fields(base):
+        group = getattr(base, field.name, None)
+        if dataclasses.is_dataclass(group):
+            inner = changes.keys() & group.__dataclass_fields__.keys()
+            if inner:
+                nested[field.name] = dataclasses.replace(group, **{n: changes[n] for n in inner})
+        elif field.name in changes:
+            nested[field.name] = changes[field.name]
+    return nested
 
 
 def parse_or_exit(config_class: type[T]) -> T:
@@ -245,7 +244,7 @@ def parse(
     kept = {key: texts for key, texts in in_file.items() if key not in replaced}
     try:
         values = {key: known[key].value(texts) for key, texts in (kept | typed).items()}
-        return config_class(**_nested(values, known, config_class))
+        return config_class(**_nested(values, config_class))
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
         if flag and flag[1] in places.keys() - typed.keys():

@@ -65,12 +65,12 @@ def gradient_norm(
                 copies //= 1 if isinstance(placement, Replicate) else size
             gradient = gradient.to_local()
         pieces.setdefault(copies, []).append(gradient)
-    if set(pieces) <= {count}:
-        return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
     norms = {
         copies: nn.utils.get_total_norm(tensors).to(accelerator.device)
         for copies, tensors in pieces.items()
     }
+    if set(norms) <= {count}:
+        return next(iter(norms.values()), torch.zeros((), device=accelerator.device))
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -72,57 +72,60 @@ def prepare(
     """
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
-    groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["param_names"] = [names[p] for p in group["params"]]
     del names  # or it would keep the weights
     if mesh is not None:
         if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
             raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
-        give_parameters(optimizers, groups_of, model)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    layout = accelerator.parallelism_config
-    if (mesh is not None or replicas) and not sharded:
+        give_parameters(optimizers, model)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        model, optimizers = _shard(accelerator, model, optimizers, replicas=replicas)
+    elif mesh is not None or replicas:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has
-        # no sharded weights. It leaves models with DTensors where they are: the embeddings and
-        # norms, which are whole, are still on the CPU.
-        prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
-        prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+        # no sharded weights.
+        model = accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)
     else:
-        if sharded:
-            _own_what_is_left(model)
-        if pieces := take_pieces(model) if sharded else {}:
-            give_parameters(optimizers, groups_of, model)
-        if mesh is not None:
-            layout.tp_size = 1  # done above; Accelerate would do it again
-        groups = layout.dp_replicate_size if layout is not None else 1
-        if replicas:
-            layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
-        plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-            # Models name blocks of models that they could be made of, too, which Accelerate would
-            # look for in vain.
-            named = set(getattr(model, "_no_split_modules", None) or ())
-            plugin.transformer_cls_names_to_wrap = sorted(
-                named & {type(module).__name__ for module in model.modules()}
-            )
-        with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
-            prepared = accelerator.prepare(model, *optimizers)
-        if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
-            is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-            device = torch.device("cpu") if is_offloaded else accelerator.device
-            put_pieces(prepared[0], pieces, device)
-            given = [wrapper.optimizer for wrapper in prepared[1:]]
-            give_parameters(given, groups_of, prepared[0])
-        if mesh is not None:
-            layout.tp_size = mesh.size()
-        if replicas:
-            layout.dp_replicate_size = groups
-    model, *wrapped = prepared
-    optimizers = [wrapper.optimizer for wrapper in wrapped]
+        model, *wrapped = accelerator.prepare(model, *optimizers)
+        optimizers = [wrapper.optimizer for wrapper in wrapped]
     if mesh is not None:
         for optimizer in optimizers:
             split_by_mesh(optimizer)
+    return model, optimizers
+
+
+def _shard(
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, replicas: bool
+) -> tuple[Any, list[Any]]:
+    """`prepare` for FSDP2."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    layout: Any = accelerator.parallelism_config
+    _own_what_is_left(model)
+    if plugin.transformer_cls_names_to_wrap is None:
+        # Models name blocks of models that they could be made of, too, which Accelerate would look
+        # for in vain.
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        plugin.transformer_cls_names_to_wrap = sorted(
+            named & {type(module).__name__ for module in model.modules()}
+        )
+    if pieces := take_pieces(model):
+        give_parameters(optimizers, model)
+    sizes = dict(vars(layout)) if layout is not None else {}
+    if sizes:
+        layout.tp_size = 1  # done already; Accelerate would do it again
+    if replicas:
+        layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
+    with _kept_in_bf16(model):
+        model, *wrapped = accelerator.prepare(model, *optimizers)
+    if sizes:
+        vars(layout).update(sizes)
+    optimizers = [wrapper.optimizer for wrapper in wrapped]
+    if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        put_pieces(model, pieces, torch.device("cpu") if is_offloaded else accelerator.device)
+        give_parameters(optimizers, model)
     return model, optimizers
 
 
@@ -151,12 +154,10 @@ def _own_what_is_left(model: nn.Module) -> None:
         parameter for module in model.modules() for parameter in module._parameters.values()
     )
     for module in list(model.modules()):
-        if hasattr(module, "modules_to_save") and isinstance(
-            old := getattr(module, "original_module", None), nn.Module
-        ):
-            for part in old.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and places[parameter] > 1:
-                        part._parameters[name] = nn.Parameter(
-                            parameter.detach().clone(), requires_grad=False
-                        )
+        replaced = getattr(module, "original_module", None)
+        if not (hasattr(module, "modules_to_save") and isinstance(replaced, nn.Module)):
+            continue
+        for part in replaced.modules():
+            for name, p in part._parameters.items():
+                if p is not None and places[p] > 1:
+                    part._parameters[name] = nn.Parameter(p.detach().clone(), requires_grad=False)

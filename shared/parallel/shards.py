@@ -74,11 +74,8 @@ def _put(
     before = getattr(model.get_submodule(module), key, None)
     # a copy: what safetensors gives is a view of the file, which cannot be copied later
     if isinstance(before, DTensor):
-        value = (
-            _piece(value, before.device_mesh)
-            if value.shape == before.shape
-            else value.detach().clone()
-        )
+        is_whole = value.shape == before.shape
+        value = _piece(value, before.device_mesh) if is_whole else value.detach().clone()
     put(model, name, value, *args)
 
 

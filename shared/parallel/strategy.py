@@ -1,6 +1,6 @@
 """The parts of a step and of a checkpoint that differ between parallel strategies."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,9 +70,16 @@ class Strategy:
         if ranks.pipeline_ranks() > 1:
             return {}
         reshard(model)  # a forward has left weights of the root gathered
-        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        shares = {"weights": _share(self.accelerator.unwrap_model(model).parameters())}
-        return shares | ({"optimizer state": _share(trained)} if trained else {})
+        parameters = {
+            "weights": list(self.accelerator.unwrap_model(model).parameters()),
+            "optimizer state": [p for o in optimizers for g in o.param_groups for p in g["params"]],
+        }
+        return {
+            name: sum(local_part(getattr(p, "ds_tensor", p)).numel() for p in every)
+            / sum(getattr(p, "ds_numel", p.numel()) for p in every)
+            for name, every in parameters.items()
+            if every
+        }
 
     # A step ---------------------------------------------------------------------------------------
 
@@ -168,13 +175,6 @@ class Strategy:
             read: fills tensors, whole ones, by name from the checkpoint.
         """
         return False
-
-
-def _share(parameters: Iterable[Any]) -> float:
-    """What this rank keeps of parameters, by numbers; ZeRO-3 keeps them in tensors of its own."""
-    every = list(parameters)
-    mine = sum(local_part(getattr(p, "ds_tensor", p)).numel() for p in every)
-    return mine / sum(getattr(p, "ds_numel", p.numel()) for p in every)
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:

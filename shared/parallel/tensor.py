@@ -77,14 +77,12 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                     parallelize_module(matrix.to(mesh.device_type), mesh, KINDS[kind]())
 
 
-def give_parameters(
-    optimizers: Iterable[Any], names: list[list[list[str]]], model: nn.Module
-) -> None:
-    """Let optimizers have a model's present parameters, by the names of each one's groups."""
+def give_parameters(optimizers: Iterable[Any], model: nn.Module) -> None:
+    """Let optimizers have a model's present parameters, by the names in their groups."""
     present = dict(model.named_parameters())
-    for optimizer, groups in zip(optimizers, names, strict=True):
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [present[name] for name in members]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [present[name] for name in group["param_names"]]
 
 
 def split_by_mesh(optimizer: Any) -> None:

@@ -42,6 +42,14 @@ class DeepSpeed(Strategy):
     )
     can_skip = False
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        # transformers makes whole models, the same on every rank, for DeepSpeed to cut: else its
+        # random draws would differ
+        unset_hf_deepspeed_config()
+
     def prepare(
         self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
@@ -113,15 +121,6 @@ class DeepSpeed(Strategy):
             with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
                 parameter.copy_(weight)  # what the next forward computes with
         return True
-
-
-def make_whole_models() -> None:
-    """Have transformers make whole models, the same on every rank, for DeepSpeed to cut: its random
-    draws would differ.
-    """
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
 
 
 def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:

@@ -48,10 +48,6 @@ def clean_exit() -> Iterator[None]:
         if os.environ.get("SHOW_TRACEBACK"):  # for developers
             traceback.print_exc()
         sys.exit(end.exit_code)
-    except BrokenPipeError:  # what read the output has ended, as head does
-        # so that flushing at exit finds no closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
     except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
         sys.exit(130)

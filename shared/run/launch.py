@@ -30,7 +30,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.config.options import BatchConfig
 from shared.data.order import seed_all
-from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
@@ -119,8 +118,6 @@ def start(
     if rehearsal and plugin and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if is_deepspeed:
-        zero.make_whole_models()
     if is_deepspeed != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:

@@ -146,5 +146,5 @@ def test_sizes_that_do_not_go_together_are_refused(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="cp_size, .* do not work"):
+    with pytest.raises(ConfigError, match=r"cp_size, .* do not work"):
         ranks.data_parallel_size()
