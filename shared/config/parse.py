@@ -182,11 +182,12 @@ def _nested(changes: dict[str, Any], base: Any) -> dict[str, Any]:
     """The changed fields of `base`, a config or its class; groups with a changed field whole."""
     nested: dict[str, Any] = {}
     for field in dataclasses.fields(base):
-        group = getattr(base, field.name, None)
+        group: Any = getattr(base, field.name, None)
         if dataclasses.is_dataclass(group):
             inner = changes.keys() & group.__dataclass_fields__.keys()
             if inner:
-                nested[field.name] = dataclasses.replace(group, **{n: changes[n] for n in inner})
+                values = {name: changes[name] for name in inner}
+                nested[field.name] = dataclasses.replace(group, **values)  # type: ignore[type-var]
         elif field.name in changes:
             nested[field.name] = changes[field.name]
     return nested
@@ -291,9 +292,10 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
             raise ConfigError(f"{flag} is given twice: put all of its values after one {flag}")
         values[key] = texts
     if unknown:
+        more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
+        more *= any(": " not in flag for flag in unknown)
         raise ConfigError(
-            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all; "
-            "docs/coming_from.md has those of Trainer, TRL, timm and others"
+            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all{more}"
         )
     for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo

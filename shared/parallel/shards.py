@@ -50,6 +50,11 @@ def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return tensor.detach()[start : start + each].clone()
 
 
+def whole(tensor: Any) -> Any:
+    """A tensor that may be cut, whole. Every rank calls this."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
 def _read(
     spawn: Callable[..., Any],
     pool: Any,
@@ -133,7 +138,7 @@ def _is_cut(p: torch.Tensor) -> TypeGuard[DTensor]:
 
 def make_whole(model: nn.Module) -> None:
     """Give each rank all of what `in_shards` has cut. Every rank calls this."""
-    _exchange(model, lambda p: p.full_tensor().detach() if _is_cut(p) else p)
+    _exchange(model, lambda p: whole(p) if _is_cut(p) else p)
 
 
 def take_pieces(model: nn.Module) -> dict[str, torch.Tensor]:

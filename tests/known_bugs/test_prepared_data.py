@@ -73,4 +73,4 @@ def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):
     script = tmp_path / "templates/pretrain.py"
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("the second checkout"), done.stderr
+    assert done.returncode == 0 and "the second checkout" in done.stdout, done.stderr
