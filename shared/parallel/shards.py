@@ -106,7 +106,7 @@ def in_shards() -> Iterator[None]:
                 module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
 
     loading: Any = core_model_loading
-    ours = {
+    ours: Any = {
         "spawn_materialize": partial(_read, loading.spawn_materialize),
         "set_param_for_module": partial(_put, loading.set_param_for_module),
     }
