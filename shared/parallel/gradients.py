@@ -1,7 +1,5 @@
 """Gradients that are sharded over processes."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
@@ -40,21 +38,16 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(
-    accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None
-) -> torch.Tensor:
+def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
     """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all
     ranks.
 
     Each rank sums the squares of its shards, divided by the number of ranks that hold the same
     shard. So one all-reduce counts each value once. If every rank holds whole gradients, no
     all-reduce is needed. Every rank calls this.
-
-    Args:
-        group: the process group that shares the model; None: all ranks.
     """
     pieces: dict[int, list[torch.Tensor]] = {}
-    count = accelerator.num_processes if group is None else dist.get_world_size(group)
+    count = accelerator.num_processes
     for gradient in gradients:
         copies = count // ranks.pipeline_ranks()
         if isinstance(gradient, DTensor):
@@ -72,7 +65,7 @@ def gradient_norm(
     if set(norms) <= {count}:
         return next(iter(norms.values()), torch.zeros((), device=accelerator.device))
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
-    dist.all_reduce(squares, group=group)
+    dist.all_reduce(squares)
     return squares.sqrt()
 
 

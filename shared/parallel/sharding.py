@@ -52,8 +52,6 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizers: list[Any],
-    *,
-    replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every
     rank calls this.
@@ -61,7 +59,6 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
-        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
 
     Returns:
         The model; the optimizers without Accelerate's wrappers, which `Strategy.update` has no use
@@ -82,8 +79,8 @@ def prepare(
         make_whole(model)  # what is not cut: embeddings, norms
         give_parameters(optimizers, model)
     if accelerator.distributed_type == DistributedType.FSDP:
-        model, optimizers = _shard(accelerator, model, optimizers, replicas=replicas)
-    elif mesh is not None or replicas:
+        model, optimizers = _shard(accelerator, model, optimizers)
+    elif mesh is not None:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has
         # no sharded weights.
         model = accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)
@@ -97,7 +94,7 @@ def prepare(
 
 
 def _shard(
-    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, replicas: bool
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any]
 ) -> tuple[Any, list[Any]]:
     """`prepare` for FSDP2."""
     plugin: Any = accelerator.state.fsdp_plugin
@@ -112,15 +109,13 @@ def _shard(
         )
     if pieces := take_pieces(model):
         give_parameters(optimizers, model)
-    sizes = dict(vars(layout)) if layout is not None else {}
-    if sizes:
+    cut_over = layout.tp_size if layout is not None else 1
+    if cut_over > 1:
         layout.tp_size = 1  # done already; Accelerate would do it again
-    if replicas:
-        layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
     with _kept_in_bf16(model):
         model, *wrapped = accelerator.prepare(model, *optimizers)
-    if sizes:
-        vars(layout).update(sizes)
+    if cut_over > 1:
+        layout.tp_size = cut_over
     optimizers = [wrapper.optimizer for wrapper in wrapped]
     if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
