@@ -182,8 +182,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     parts = {
         "weights": ("model.",),
         "optimizer's state": ("optimizer.",),
+        "averages and others": ("ema.", "extra.", "rank"),
     }
-    parts["averages and others"] = ("ema.", "extra.", "rank")
     for part, keys in parts.items():
         names = {name for name in mine | theirs if name.startswith(keys)}
         unlike = sorted(

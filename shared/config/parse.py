@@ -75,12 +75,12 @@ class Flag:
             ConfigError: names the flag.
         """
         values = tuple(map(self._one, texts))
-        if ... not in self.parts:
-            if len(values) != 1:
-                words = " ".join(texts)
-                raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {words}")
-            return values[0]
-        return values
+        if ... in self.parts:
+            return values
+        if len(values) != 1:
+            words = " ".join(texts)
+            raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {words}")
+        return values[0]
 
     def _one(self, text: str) -> Any:
         if not text:  # for example "$FILE" in a script that has not set FILE

@@ -69,8 +69,9 @@ def prepare(
     """
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["param_names"] = [names[p] for p in group["params"]]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["param_names"] = [names[p] for p in group["params"]]
     del names  # or it would keep the weights
     if mesh is not None:
         if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
