@@ -36,6 +36,7 @@ from shared.config.types import Count, Free
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
+from shared.training.options import SyncConfig
 
 DEMO_STEPS = 80  # about two minutes on two CPU cores
 
@@ -53,6 +54,7 @@ class Config:
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: FullOptimConfig = FullOptimConfig(optim=None)
+    sync: SyncConfig = SyncConfig()
     speed: FullSpeedConfig = FullSpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
@@ -98,6 +100,7 @@ from shared.text import corpus
 from shared.text.packing import collate_packed
 from shared.text.stream import Rows, Stream
 from shared.training import defaults, optim
+from shared.training.sync import Replicas
 
 
 @dataclass
@@ -219,7 +222,13 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "pretrain", strategy=sequence_parallel.strategy_of)
+    # --sync_every: each process trains its own weights, and agrees now and then
+    apart = partial(Replicas, options=config.sync)
+    setup = Setup(
+        config,
+        "pretrain",
+        strategy=apart if config.sync.sync_every > 1 else sequence_parallel.strategy_of,
+    )
     if config.data.is_demo:
         config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)
     data = build_datasets(setup)

@@ -181,7 +181,7 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
     parts = {
         "weights": ("model.",),
-        "optimizer's state": ("optimizer.",),
+        "optimizer's state": ("optimizer.", "replica", "outer.", "flight."),
         "averages and others": ("ema.", "extra.", "rank"),
     }
     for part, keys in parts.items():

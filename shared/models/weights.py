@@ -75,7 +75,7 @@ class WeightCopy:
     """A second set of a model's trainable weights and buffers, sharded as the model's own are.
 
     Made after `sharding.prepare`, as a copy of the present ones. `Checkpointer` saves it. For the
-    moving average of the weights (`--ema_decay`).
+    moving average of the weights (`--ema_decay`), and for those that replicas agree on.
     """
 
     @torch.no_grad()

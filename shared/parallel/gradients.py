@@ -1,5 +1,7 @@
 """Gradients that are sharded over processes."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
@@ -38,16 +40,21 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
+def gradient_norm(
+    accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None
+) -> torch.Tensor:
     """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all
     ranks.
 
     Each rank sums the squares of its shards, divided by the number of ranks that hold the same
     shard. So one all-reduce counts each value once. If every rank holds whole gradients, no
     all-reduce is needed. Every rank calls this.
+
+    Args:
+        group: the process group that shares the model; None: all ranks.
     """
     pieces: dict[int, list[torch.Tensor]] = {}
-    count = accelerator.num_processes
+    count = accelerator.num_processes if group is None else dist.get_world_size(group)
     for gradient in gradients:
         copies = count // ranks.pipeline_ranks()
         if isinstance(gradient, DTensor):
@@ -65,7 +72,7 @@ def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> to
     if set(norms) <= {count}:
         return next(iter(norms.values()), torch.zeros((), device=accelerator.device))
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
-    dist.all_reduce(squares)
+    dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 

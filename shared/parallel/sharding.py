@@ -52,6 +52,8 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizers: list[Any],
+    *,
+    replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every
     rank calls this.
@@ -59,6 +61,7 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
+        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
 
     Returns:
         The model; the optimizers without Accelerate's wrappers, which `Strategy.update` has no use
@@ -80,8 +83,8 @@ def prepare(
         make_whole(model)  # what is not cut: embeddings, norms
         give_parameters(optimizers, model)
     if accelerator.distributed_type == DistributedType.FSDP:
-        model, optimizers = _shard(accelerator, model, optimizers)
-    elif mesh is not None:
+        model, optimizers = _shard(accelerator, model, optimizers, replicas=replicas)
+    elif mesh is not None or replicas:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has
         # no sharded weights.
         model = accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)
@@ -95,7 +98,7 @@ def prepare(
 
 
 def _shard(
-    accelerator: Accelerator, model: nn.Module, optimizers: list[Any]
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, replicas: bool
 ) -> tuple[Any, list[Any]]:
     """`prepare` for FSDP2."""
     plugin: Any = accelerator.state.fsdp_plugin
@@ -110,13 +113,15 @@ def _shard(
         )
     if pieces := take_pieces(model):
         give_parameters(optimizers, model)
-    cut_over = layout.tp_size if layout is not None else 1
-    if cut_over > 1:
+    sizes = dict(vars(layout)) if layout is not None else {}
+    if sizes:
         layout.tp_size = 1  # done already; Accelerate would do it again
+    if replicas:
+        layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
     with _kept_in_bf16(model):
         model, *wrapped = accelerator.prepare(model, *optimizers)
-    if cut_over > 1:
-        layout.tp_size = cut_over
+    if sizes:
+        vars(layout).update(sizes)
     optimizers = [wrapper.optimizer for wrapper in wrapped]
     if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)

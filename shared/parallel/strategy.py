@@ -24,17 +24,27 @@ from shared.process.errors import ConfigError
 class Strategy:
     """Plain PyTorch: one process, DDP, FSDP2, HSDP, tensor parallelism, a pipeline.
 
-    Subclasses are `parallel.zero.DeepSpeed` and `models.sequence_parallel.SequenceParallel`.
-    Nothing else asks which of them runs. All ranks call the same methods in the same order.
+    Subclasses are `parallel.zero.DeepSpeed` and `training.sync.Replicas`. Nothing else asks which
+    of them runs. All ranks call the same methods in the same order.
 
     Attributes:
         title: name of the strategy in the error of `require`.
         lacks: features that it does not have, as `require` names them.
+        group: the process group whose ranks share one model; None: all ranks.
+        agreed: the weights that evaluations, checkpoints and final/ have, where each rank trains
+            its own; else None: those of the model.
+        prefix: begins the names of weights and optimizer state in checkpoints, where each rank has
+            its own; else empty.
+        apart: how many train apart, for checkpoints; empty where all train together.
         can_skip: whether an update that is not finite can be skipped.
     """
 
     title = ""
     lacks: frozenset[str] = frozenset()
+    group: Any = None
+    agreed: Any = None
+    prefix = ""
+    apart = ""
     can_skip = True
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -89,23 +99,23 @@ class Strategy:
         """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0.
 
         Returns:
-            Their norm before: scalar on the device, the same on all ranks; not finite where
-            any rank's gradient is not.
+            Their norm before: scalar on the device, the same on all ranks of `group`; not finite
+            where any rank's gradient is not.
         """
         self.accelerator.unscale_gradients()
         gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-        norm = gradient_norm(self.accelerator, gradients)
+        norm = gradient_norm(self.accelerator, gradients, self.group)
         if max_norm:
             shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             scale_gradients(gradients, shrink)
         return norm
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
-        """A bool on the device: whether `finite`, another, is true on all ranks."""
+        """A bool on the device: whether `finite`, another, is true on all ranks of `group`."""
         if self.accelerator.num_processes == 1:
             return finite
         least = finite.int()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return least == 1
 
     def update(self, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
@@ -133,7 +143,17 @@ class Strategy:
         if scaler is not None:  # once: Accelerate's wrappers would do it once for each optimizer
             scaler.update()
 
+    def after(self, step: int, total_steps: int) -> None:
+        """What is due after an optimizer step."""
+
     # Checkpoints ----------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of its own that a checkpoint holds, by name; loaded in place."""
+        return {}
+
+    def begin_from_agreed(self) -> None:
+        """Let each rank's own weights be those that all agreed on."""
 
     def gather(
         self, trainable: dict[str, nn.Parameter], step: int

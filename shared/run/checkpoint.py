@@ -26,7 +26,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
-from shared.parallel.gradients import reshard
+from shared.parallel.gradients import local_part, reshard
 from shared.parallel.strategy import Strategy
 from shared.process import faults
 from shared.process.collectives import on_main
@@ -138,7 +138,9 @@ class Checkpointer:
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
         read back if as many ranks resume, else the shared value is.
         """
-        tensors = _named("extra.", self.extra)
+        tensors = _named("extra.", self.extra) | self.strategy.tensors()
+        if self.strategy.agreed:
+            tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
             tensors |= _named("ema.", self.ema.tensors)
         trained = _named("model.", self.buffers)
@@ -153,6 +155,8 @@ class Checkpointer:
                 for key, value in state.items():
                     into: dict[str, Any] = trained if isinstance(value, torch.Tensor) else scalars
                     into[f"optimizer.{name_of[parameter]}.{key}"] = value
+        if prefix := self.strategy.prefix:
+            trained = {prefix + name: local_part(value) for name, value in trained.items()}
         return tensors | trained, scalars
 
     def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -161,7 +165,7 @@ class Checkpointer:
         """
         tensors, scalars = self._live(step)
         own = self._statistics()
-        if self.accelerator.num_processes > 1 and own:
+        if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
             average_buffers(self.accelerator, [mean])
@@ -213,6 +217,7 @@ class Checkpointer:
             "strategy": launch.strategy(self.accelerator),
             "held": self.strategy.shares(self.model, self.optimizers),
             "versions": versions(),
+            "replicas": self.strategy.apart,
             "data": self.data,
             "base": self.base,
             "settings": self.settings,
@@ -456,6 +461,7 @@ class Checkpointer:
             "base": self.base,
             "settings": self.settings,
             "strategy": launch.strategy(self.accelerator),
+            "replicas": self.strategy.apart,
         }
         saved = TensorReader(folder).pieces
         fits = all(
@@ -473,8 +479,9 @@ class Checkpointer:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        before = "optimizer."
-        states = {*saved, *scalars}
+        prefix = self.strategy.prefix
+        before = f"{prefix}optimizer."
+        states = {*saved, *(prefix + name for name in scalars)}
         with_state = {
             name.removeprefix(before).rpartition(".")[0]
             for name in states
@@ -486,7 +493,7 @@ class Checkpointer:
             for parameter, state in list(optimizer.state.items()):
                 name = name_of[parameter]
                 of_it = [f"{before}{name}.{key}" for key in state]
-                if not all(key in states for key in of_it) and f"model.{name}" in states:
+                if not all(key in states for key in of_it) and f"{prefix}model.{name}" in states:
                     del optimizer.state[parameter]
                     for key in of_it:
                         tensors.pop(key, None)
@@ -542,6 +549,12 @@ class Checkpointer:
         if self.strategy.scatter(self.trainable, step, read):
             read(_named("model.", self.buffers))
             return
+        if self.strategy.agreed and reader.manifest["replicas"] != self.strategy.apart:
+            # as --allow_changed replicas allows
+            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
+            self.strategy.begin_from_agreed()
+            print_main("each replica begins at the agreed weights, with a new optimizer")
+            return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         tensors, _ = self._live(step)
@@ -551,7 +564,7 @@ class Checkpointer:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if own := self._own_statistics(saved):
+        if not self.strategy.apart and (own := self._own_statistics(saved)):
             tensors = {
                 name: value for name, value in tensors.items() if name not in self._statistics()
             } | own

@@ -175,7 +175,13 @@ def require_compatible(
             f"{folder} belongs to a run on other base weights, which it does not contain: use the "
             "same base, another --output_dir, or --allow_changed base"
         )
-    if unknown := sorted(allowed - set(own["settings"]) - {"data", "base"}):
+    if (before := manifest["replicas"] or "") != own["replicas"] and "replicas" not in allowed:
+        raise ConfigError(
+            f"{folder} was saved by {before or 'no replicas'} that train apart, and this launch "
+            f"has {own['replicas'] or 'none'}: launch as many, or give --allow_changed replicas, "
+            "which starts from the agreed weights and drops the weights and optimizer of each"
+        )
+    if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(
             f"--allow_changed {' '.join(unknown)}: no setting of that name; "
             "names have spaces between them"

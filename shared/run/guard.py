@@ -112,7 +112,7 @@ class Guard:
                 finite.
 
         Returns:
-            bool scalar on the device, the same on all ranks.
+            bool scalar on the device, the same on all ranks, or on those of a replica.
         """
         scaler = self.strategy.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
@@ -155,7 +155,7 @@ class Guard:
         own: list[_Skipped] = []
         for (_, describe), is_finite in zip(unread, finite, strict=True):
             own += [] if is_finite else describe()
-        if not own:
+        if not own and not self.strategy.apart:
             return  # nor on any other rank
         skipped = gather_object(own)
         for step in sorted({part.step for part in skipped}):

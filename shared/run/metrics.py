@@ -207,7 +207,7 @@ class Logger:
         # one copy to the host
         *sums, processed, grad_norm = torch.stack([*over_ranks, step.grad_norm]).tolist()
         means = dict(zip(self.sums, sums, strict=True))
-        steps = means.pop(STEPS)
+        steps = means.pop(STEPS)  # of all replicas: if they train apart, each skips its own
         counts = {name: means.pop(GIVEN + name, steps) for name in list(means) if name[0] != GIVEN}
         means = {n: means[n] / count if count else math.nan for n, count in counts.items()}
         now = time.perf_counter()

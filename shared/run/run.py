@@ -181,6 +181,7 @@ class Run:
             self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))
         self.state.targets += step.num_targets
         exits.at_step(self.state.step)
+        self.strategy.after(self.state.step, self.total_steps)
         every = self.config.log.every(self.total_steps)
         due = self.state.step in (1, self.total_steps) or self.state.step % every == 0
         if due:
@@ -237,7 +238,8 @@ class Run:
         self._complete_step()
         self._stop_if_asked(now=True)
         modes = {module: module.training for module in model.modules()}
-        weights = evaluation_weights(self.accelerator, self.unwrap(model), self.ema)
+        other = self.strategy.agreed or self.ema
+        weights = evaluation_weights(self.accelerator, self.unwrap(model), other)
         try:
             # An evaluation's varying sizes would be compiled as variables, which are slower, and
             # from then on training would use these, too.
@@ -317,9 +319,9 @@ class Run:
                 f"best by {metric}: step {self.state.best_step}, "
                 f"{self.state.results[f'eval_{metric}']:.4f}"
             )
-        if self.ema:
-            self.ema.swap()
-        self.ema = None  # later evaluations measure what final/ holds
+        if other := self.strategy.agreed or self.ema:
+            other.swap()
+        self.strategy.agreed = self.ema = None  # later evaluations measure what final/ holds
         average_buffers(self.accelerator, [persistent_buffers(self.unwrap(self.models["model"]))])
 
     @property

@@ -82,7 +82,7 @@ class Stream:
         self._to_device = ToDevice(share.device)
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
-        # its ranks, in a group of their own
+        # its ranks; of their own, since replicas that train apart send other things meanwhile
         self._machine = None
         if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]

@@ -124,6 +124,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
     ("template", "extra", "message"),
     [
         ("full_finetune", ("--attn_implementation", "eager"), "its attention is eager, not sdpa; use fsdp2.yaml"),
+        ("pretrain", ("--sync_every", 2), "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml"),
         ("text_classification", (), "this template cannot divide rows over GPUs"),
     ],
 )

@@ -106,7 +106,7 @@ SEES = {"Qwen/Qwen3-VL": "qwen3_vl", "HuggingFaceTB/SmolVLM2": "smolvlm"}  # tra
 FAMILY |= {"google/vit": "vit", "microsoft/resnet": "resnet", "facebook/convnext": "convnext", "answerdotai": "modernbert"}
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, "dataloader_num_workers": 0}
 TEXT = {"seq_length": 64, "eval_samples": 4}
-LOOPED = ("num_train_epochs", "max_tokens", "torch_compile", "output_dir", "config_overrides")
+LOOPED = ("num_train_epochs", "max_tokens", "torch_compile", "output_dir", "config_overrides", "sync_every")
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,8 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
         del given["eval_samples"]
     if "model_preset" in given:
         given |= {"model_preset": "3M", "vocab_size": 320}
+    if "sync_every" in recipe:
+        given["sync_every"] = 2
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given))
     config = {"single_gpu": None}.get(config, config.removeprefix("multi_node_"))
     ended = run(template, tmp_path / "run", "--config", tmp_path / "recipe.yaml", processes=min(2, processes), config=config)
