@@ -6,7 +6,7 @@ r"""Fine-tune all weights of a causal language model on conversations.
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py \
         --model_name_or_path ...
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py \
-        --weights_dtype bf16
+        --optim adamw_8bit
     docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
 
 NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv

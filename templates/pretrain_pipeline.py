@@ -74,6 +74,7 @@ class Config:
             "--per_device_eval_batch_size (all batches have one size)": eval_size != 8,
             "--dress_rehearsal": self.checkpoint.dress_rehearsal,
             "--layer_decay": self.optim.layer_decay < 1,
+            "--optim adamw_8bit": self.optim.optim == "adamw_8bit",
             "--ema_decay": self.evaluation.ema_decay > 0,
         }
         if refused := [flag for flag, given in not_here.items() if given]:

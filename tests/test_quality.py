@@ -77,6 +77,7 @@ ONLY = {
     "torchvision": ("images",),
     "peft": ("models", "experts"),
     "bitsandbytes": ("models", "experts"),
+    "torchao": ("training",),
 }
 
 

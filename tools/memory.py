@@ -51,6 +51,7 @@ class Job:
     four_bits: bool = False  # of the frozen base
     packed: bool = False  # several documents in a row, which takes a mask
     bf16_weights: bool = False  # trained weights, their gradients and moments in bf16
+    eight_bits: bool = False  # moments in 8 bits
     lora_experts: bool = True  # adapters on the fused weights of experts, too
 
 
@@ -365,7 +366,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     master = 2 if job.bf16_weights else 4
     weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * master
     gradients = trained * master
-    optimizer = trained * 2 * master
+    optimizer = trained * 2 * (1 if job.eight_bits else master)
     whole = activations(job, gathered=job.bf16_weights)  # no 16-bit copies beside them
     if job.four_bits:
         # dequantised where they are used
@@ -398,7 +399,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     if (
         heads
         and heads % devices == 0
-        and not job.four_bits
+        and not (job.four_bits or job.eight_bits)
         and getattr(job.config, "base_model_tp_plan", None)
     ):
         cut = copy.deepcopy(job.config)

@@ -53,6 +53,8 @@ class PlanConfig:
     """Quantise the frozen base to 4 bits (with lora_r)."""
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of trained weights, as full_finetune.py has it."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """As the templates have it."""
     loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] | None = None
     """Plan dpo.py, whose loss this is: a sample is a pair of answers, two rows that go forward together."""
     group_size: int = 0
@@ -118,6 +120,7 @@ def main() -> None:
         # as lora_finetune.py does
         packed=config.lora_r > 0 and not config.loss_type and not config.group_size,
         bf16_weights=config.weights_dtype == "bf16",
+        eight_bits=config.optim == "adamw_8bit",
         lora_experts=config.lora_experts,
     )
     print("measuring a few blocks on fake tensors, about a minute ...", file=sys.stderr, flush=True)

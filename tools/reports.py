@@ -222,6 +222,7 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
         f"--gradient_checkpointing {checkpointing}": recipe or checkpointing != "none",
         "--full": config.loss_type and not config.lora_r,
         "--weights_dtype bf16": bf16_weights,
+        "--optim adamw_8bit": config.optim == "adamw_8bit",
         f"--lora_r {config.lora_r}": config.lora_r,
         "--no_lora_experts": not config.lora_experts,
         "--load_in_4bit": config.load_in_4bit,

@@ -112,9 +112,9 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     # adamw: fused where available. muon: Muon, with momentum 0.95, for weight matrices, AdamW for
-    # the rest; pretraining takes it for random weights if nothing is given. sgd: with Nesterov
-    # momentum 0.9; its --weight_decay is usually 1e-4 and less.
-    optim: Literal["adamw", "muon", "sgd"] | None = "adamw"
+    # the rest; pretraining takes it for random weights if nothing is given. adamw_8bit: 8-bit
+    # moments. sgd: with Nesterov momentum 0.9; its --weight_decay is usually 1e-4 and less.
+    optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
     # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by
     # the task and the size of the model (docs/quality.md): the summary shows it
     learning_rate: Positive | None = None

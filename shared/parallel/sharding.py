@@ -79,6 +79,8 @@ def prepare(
     if mesh is not None:
         if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
             raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
+        if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
+            raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
         give_parameters(optimizers, model)

@@ -51,6 +51,7 @@ from shared.run.folder import run_id
 from shared.run.state import TrainState
 from shared.run.tensors import TensorReader, pieces_of, share_out, write
 from shared.training import optim
+from shared.training.low_memory import state_tensors
 
 
 class Checkpointer:
@@ -151,10 +152,9 @@ class Checkpointer:
         trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    into: dict[str, Any] = trained if isinstance(value, torch.Tensor) else scalars
-                    into[f"optimizer.{name_of[parameter]}.{key}"] = value
+            for parameter, key, value in state_tensors(optimizer):
+                into: dict[str, Any] = trained if isinstance(value, torch.Tensor) else scalars
+                into[f"optimizer.{name_of[parameter]}.{key}"] = value
         if prefix := self.strategy.prefix:
             trained = {prefix + name: local_part(value) for name, value in trained.items()}
         return tensors | trained, scalars
@@ -487,12 +487,18 @@ class Checkpointer:
             for name in states
             if name.startswith(before)
         }
+        # 8 bits
+        with_state |= {
+            name.removesuffix(part) for name in with_state for part in (".exp_avg", ".exp_avg_sq")
+        }
         name_of = {p: name for name, p in self.trainable.items()}
         new = []
         for optimizer in self.optimizers:
-            for parameter, state in list(optimizer.state.items()):
+            keys: dict[nn.Parameter, list[str]] = {}
+            for parameter, key, _ in state_tensors(optimizer):
+                keys.setdefault(parameter, []).append(f"{before}{name_of[parameter]}.{key}")
+            for parameter, of_it in keys.items():
                 name = name_of[parameter]
-                of_it = [f"{before}{name}.{key}" for key in state]
                 if not all(key in states for key in of_it) and f"{prefix}model.{name}" in states:
                     del optimizer.state[parameter]
                     for key in of_it:

@@ -83,6 +83,8 @@ class OutOfMemory(CleanExit):
             ranks.env_flag("ACCELERATE_USE_FSDP") or ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
         ):
             advice.append("accelerate_configs/fsdp2.yaml on several GPUs")
+        if config.optim.optim != "adamw_8bit":
+            advice.append("--optim adamw_8bit")
         advice.append("shorter rows, smaller images or a smaller model")
         if torch.cuda.is_available():
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)

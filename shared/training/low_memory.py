@@ -1,11 +1,22 @@
-"""AdamW that keeps bf16 weights and moments, in place of fp32."""
+"""Optimizers that keep less than AdamW's 12 bytes a parameter: bf16 weights and moments, or 8-bit
+moments.
+"""
 
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from shared.parallel.gradients import local_part
+
+MIN_BLOCK = 64
+MAX_BLOCK = 256  # values that share a scale
+MIN_VALUES = 4096  # of a matrix whose moments are quantised, as in bitsandbytes
 
 
 def round_stochastically(
@@ -72,6 +83,82 @@ class StochasticAdamW(torch.optim.Optimizer):
                 maximize=False,
             )
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
+            generator.manual_seed((1_000_003 * int(state["step"]) + number) % 2**32)
+            for into, values in zip(stored, exact, strict=True):
+                round_stochastically(into, values, generator)
+
+
+def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """torchao's AdamW with moments in blocks of 8 bits (arXiv 2110.02861).
+
+    Which values share a scale depends on the matrix, not on the shards: moments are the same on any
+    number of ranks, and resume on another. torchao decides by a shard's size.
+
+    No second moment is rounded to 0, but to the smallest code above it: then no update is much
+    larger than AdamW's (unsloth-zoo#962; "Memory Efficient Optimizers with 4-bit States", arXiv
+    2309.01507).
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class BlockedAdamW8bit(AdamW8bit):
+        def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
+            block = (
+                math.gcd(p.shape[-1], MAX_BLOCK) if p.ndim > 1 and p.numel() >= MIN_VALUES else 0
+            )
+            if block < MIN_BLOCK:
+                return torch.zeros_like(p)
+            own = local_part(p)
+            state = OptimState8bit.zeros(own.shape, signed, block, own.device, dtype=p.dtype)
+            # a second moment of 0 beside a first one that is not divides it by epsilon alone
+            if not signed:
+                state.qmap[0] = state.qmap[1]
+            return _as_sharded(state, p) if isinstance(p, DTensor) else state
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            on_cpu = any(
+                p.device.type == "cpu" for group in self.param_groups for p in group["params"][:1]
+            )
+            # torchao compiles each update: on a CPU that takes a C compiler, and longer than a
+            # small run.
+            with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+                super().step()
+
+    return BlockedAdamW8bit(params, **options)
+
+
+def _as_sharded(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:
+    """A DTensor of this rank's piece, spread as `like`."""
+    shape = shape or like.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    """The live state as (parameter, key, value). 8-bit moments come as two plain tensors each:
+    codes and scales.
+    """
+    parameter: Any
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            inner: Any = local_part(value) if isinstance(value, torch.Tensor) else value
+            if not hasattr(inner, "codes"):
+                yield parameter, key, value
+                continue
+            shape = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // inner.block_size])
+            scale = inner.scale.view(*inner.codes.shape[:-1], shape[-1])
+            if isinstance(value, DTensor):
+                assert all(p.is_replicate() or p == Shard(0) for p in value.placements)
+                yield parameter, f"{key}.codes", _as_sharded(inner.codes, value)
+                yield parameter, f"{key}.scale", _as_sharded(scale, value, shape)
+            else:
+                yield parameter, f"{key}.codes", inner.codes
+                yield parameter, f"{key}.scale", scale
             generator.manual_seed((1_000_003 * int(state["step"]) + number) % 2**32)
             for into, values in zip(stored, exact, strict=True):
                 round_stochastically(into, values, generator)

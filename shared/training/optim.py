@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shared.config.options import OptimConfig
 from shared.models.blocks import heads
 from shared.process.errors import ConfigError
-from shared.training.low_memory import StochasticAdamW
+from shared.training import low_memory
 from shared.training.muon import Muon
 
 DECAY = 0.2  # share of the run in which wsd decays
@@ -56,8 +56,16 @@ def set_learning_rate(
     rate = learning_rate(config, step, total_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
+            _set_rate(group, rate * group.get("lr_scale", 1.0))
     return rate
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    # torchao's optimizers, which would compile again for each number
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 # Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's
@@ -166,7 +174,8 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     with the model.
 
     Raises:
-        ConfigError: nothing is trainable, or --optim would lose updates of bf16 weights.
+        ConfigError: torchao is asked for and not installed, nothing is trainable, or --optim would
+            lose updates of bf16 weights.
     """
     matrices, embeddings, vectors = split_parameters(model)
     if not matrices + embeddings + vectors:
@@ -199,7 +208,12 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
             raise ConfigError(
                 f"--optim {config.optim} would lose small updates of bf16 weights: use adamw"
             )
-        return [StochasticAdamW(everything, **adam)]
+        return [low_memory.StochasticAdamW(everything, **adam)]
+    if config.optim == "adamw_8bit":
+        try:
+            return [low_memory.adamw_8bit(everything, **adam)]
+        except ImportError:
+            raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
         return [torch.optim.SGD(everything, lr=config.peak, momentum=0.9, nesterov=True)]
     head = _head_parameters(model)
@@ -218,10 +232,10 @@ def fill_state(optimizer: Any) -> None:
     """
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     new: list[Any] = []
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        _set_rate(group, 0.0)
         for parameter in group["params"]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -231,4 +245,4 @@ def fill_state(optimizer: Any) -> None:
     for parameter in new:
         parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        _set_rate(group, rate)

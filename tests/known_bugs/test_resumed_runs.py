@@ -115,7 +115,7 @@ def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
     assert [event.step for event in seen.Scalars("loss")] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw_8bit", "adamw", "sgd"])
 def test_another_optimizer_begins_anew_in_words(trained, tmp_path, optim):
     done, flags = trained
     flags = (*flags, "--resume_from_checkpoint", done.folder / "checkpoint-000005", "--optim", optim, "--max_steps", 10)

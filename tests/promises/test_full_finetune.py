@@ -12,7 +12,7 @@ from shared.models.neftune import document_lengths, noisy_embeddings
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
 from shared.text.packing import collate_packed, collate_padded
-from tests.conftest import Run, run, run_here, slow
+from tests.conftest import Run, make_model, run, run_here, slow
 from tests.plain_loop import padded_chats
 
 
@@ -66,6 +66,29 @@ def _all_in_one(model, chats, size, steps, packing):
     flags = ("--model_name_or_path", model, "--train_file", chats, "--validation_file", chats, "--seq_length", 96, packing)
     flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
     return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
+
+
+@pytest.mark.parametrize(("config", "processes"), [slow("fsdp2", 2)])
+def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_file, base, tmp_path, config, processes):
+    model = make_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
+    given = (*base, "--model_name_or_path", model, "--learning_rate", 1e-3, "--optim", "adamw_8bit")
+    given = (*given, "--per_device_train_batch_size", 1)
+    one = run("full_finetune", tmp_path / "one", *given)
+    spread = {"processes": processes, "config": config}
+    several = run("full_finetune", tmp_path / "several", *given, **spread)
+    assert several.manifest(6)["world_size"] == processes and config.upper() in several.manifest(6)["strategy"]
+    assert several.manifest(6)["held"]["optimizer state"] == pytest.approx(0.5, abs=0.01)
+    assert several.losses == pytest.approx(one.losses, rel=1e-4)  # a code may round to the other side
+    saved = read_tensors(several.folder / "checkpoint-000003")
+    codes = [key for key, value in saved.items() if key.endswith(".codes") and value.dtype == torch.uint8]
+    assert len(codes) == 2 * (1 + 2 * 7)  # two moments of the embeddings and of the matrices of two blocks
+    assert all(len(saved[key].unique()) > 9 for key in codes)
+    start = ("--resume_from_checkpoint", several.folder / "checkpoint-000003")
+    again = run("full_finetune", tmp_path / "again", *given, *start, **spread)
+    assert again.losses == {step: loss for step, loss in several.losses.items() if step > 3}  # bit for bit
+    assert all(torch.equal(value, several.weights()[key]) for key, value in again.weights().items())
+    alone = run("full_finetune", tmp_path / "alone", *given, *start)
+    assert alone.losses == pytest.approx({step: loss for step, loss in several.losses.items() if step > 3}, rel=1e-4)
 
 
 @pytest.mark.parametrize(("config", "precision"), [slow("fsdp2", "bf16"), slow("ddp", "no")])
@@ -138,6 +161,7 @@ def test_noise_is_in_training_only_and_resumes(base, tmp_path):
         (("--freeze", "("), r"--freeze \(: no regular expression"),
         (("--freeze", "."), "no parameter of the model is trainable"),
         (("--weights_dtype", "bf16", "--optim", "muon"), "--optim muon would lose small updates of bf16 weights"),
+        (("--weights_dtype", "bf16", "--optim", "adamw_8bit"), "--optim adamw_8bit would lose small updates"),
         (("--weights_dtype", "bf16", "--ema_decay", 0.9), "--ema_decay would lose small updates of bf16 weights"),
     ],
 )

@@ -133,6 +133,16 @@ def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base,
     assert_same_learning(one_process, other, tolerance=1e-4)
 
 
+def test_8_bit_adamw_learns_and_resumes(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 8, "--optim", "adamw_8bit")
+    run_here("pretrain", *flags, "--output_dir", tmp_path / "whole")
+    whole = _losses(tmp_path / "whole")
+    assert whole[-1] < whole[0] - 0.3
+    start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
+    run_here("pretrain", *flags, *start, "--output_dir", tmp_path / "resumed")
+    assert _losses(tmp_path / "resumed") == whole[6:]
+
+
 def _losses(folder):
     return list(Run(folder, 0, "").losses.values())
 

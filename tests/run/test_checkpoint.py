@@ -52,7 +52,7 @@ def train(model, optimizers, first, last):
     return losses
 
 
-@pytest.mark.parametrize("optim_name", ["adamw", "muon"])
+@pytest.mark.parametrize("optim_name", ["adamw", "muon", "adamw_8bit"])
 def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name):
     model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
     train(model, optimizers, 1, 3)

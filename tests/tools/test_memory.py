@@ -154,15 +154,16 @@ def test_quantised_blocks_are_found_whatever_their_name():
 
 
 @pytest.mark.slow
-def test_bf16_weights_need_less():
+def test_bf16_weights_and_8_bit_moments_need_less():
     def peak(**options):
         ((_, _, found),) = memory.plan(memory.Job(LlamaConfig(**SMALL, num_hidden_layers=4), 1, 8, **options), 1)
         return found
 
-    whole, bf16 = peak(), peak(bf16_weights=True)
+    whole, bf16, eight = peak(), peak(bf16_weights=True), peak(eight_bits=True)
     parts = ("weights", "gradients", "optimizer")
     assert [getattr(bf16, part) / getattr(whole, part) for part in parts] == [0.5, 0.5, 0.5]
-    assert bf16.activations["none"] < whole.activations["none"]
+    assert [getattr(eight, part) / getattr(whole, part) for part in parts] == [1, 1, 0.25]
+    assert bf16.activations["none"] < whole.activations["none"] == eight.activations["none"]
 
 
 @pytest.mark.slow

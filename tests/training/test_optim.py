@@ -1,10 +1,13 @@
 """Which parameters decay, who optimises what, and learning rates as a function of the step."""
 
+import dataclasses
 import itertools
 import math
+import sys
 
 import pytest
 import torch
+import torchao.optim
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -99,10 +102,11 @@ def test_frozen_parameters_are_in_no_optimizer():
 
 def test_adamw_takes_its_settings_from_the_config():
     config = FullOptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75)
-    (optimizer,) = optim.build(tiny_llama(), config)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-8)
+    for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", torchao.optim.AdamW8bit)):
+        (optimizer,) = optim.build(tiny_llama(), dataclasses.replace(config, optim=name))
+        assert isinstance(optimizer, kind)
+        for group in optimizer.param_groups:
+            assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-8)
 
 
 # Muon ----------------------------------------------------------------------------------------------------------------
@@ -204,7 +208,7 @@ def test_a_model_with_nothing_trainable_is_refused():
         optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon", learning_rate=3e-4))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
 def test_making_room_for_the_state_changes_no_weight(name):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -213,6 +217,20 @@ def test_making_room_for_the_state_changes_no_weight(name):
         assert {float(group["lr"]) for group in optimizer.param_groups} == {0.5}
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_8_bit_adamw_has_the_same_groups():
+    model = tiny_llama()
+    ours, reference = (
+        optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)) for kind in ("adamw_8bit", "adamw")
+    )
+    assert groups_by_decay(model, ours) == groups_by_decay(model, reference)
+
+
+def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit", learning_rate=3e-4))
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
