@@ -1,7 +1,7 @@
 """SIGKILL at random times, over and over, and the comparison at the end: does a killed run end as one left alone?
 
     python benchmarks/chaos.py --kills 60                    # over six templates, 1 and 2 processes
-    python benchmarks/chaos.py --kills 30 --templates pretrain/periodic --processes 2 4
+    python benchmarks/chaos.py --kills 30 --templates pretrain/periodic pretrain/asynchronous --processes 2 4
 
 Each run is killed with all its processes at a moment drawn uniformly from its whole life (imports, preparation, steps,
 evaluations, saves, resumes, the final writing) and started again with the same command, until it ends by itself. Then
@@ -46,6 +46,7 @@ TEMPLATES = {  # a name may say after a slash what is special
     "text_classification": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --eval_samples 8 --lora_r 4",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
     "pretrain/periodic": PRETRAIN + " --sync_every 3",
+    "pretrain/asynchronous": PRETRAIN + " --sync_every 4 --sync_delay 2 --sync_fragments 2 --sync_dtype bf16",
 }
 
 

@@ -37,6 +37,8 @@ WAYS = {  # (flags, steps)
     "h10": ("--sync_every 10", 40),
     "h50": ("--sync_every 50", 150),
     "h500": ("--sync_every 500", 500),
+    "async h50": ("--sync_every 50 --sync_delay 20 --sync_fragments 4", 250),
+    "async h50 bf16": ("--sync_every 50 --sync_delay 20 --sync_fragments 4 --sync_dtype bf16", 250),
 }
 NAMES = ("replica0", "replica1")
 

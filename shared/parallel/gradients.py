@@ -7,6 +7,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shared.process import ranks
@@ -22,9 +23,26 @@ def keeps_gradients(accelerator: Accelerator) -> bool:
 
 
 def end_step(model: nn.Module) -> None:
-    """Reset FSDP's state after an exception in a forward or backward pass."""
-    if isinstance(model, FSDPModule):
-        model.reset_iter_state()
+    """Reset FSDP's state after an exception in a forward or backward pass.
+
+    `FSDPModule.reset_iter_state` of torch 2.15 does the same; torch 2.11 does not have it.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._state_ctx.iter_forward_root = None
+            state._modules_to_run_forward.clear()
+            for group in (
+                state._fsdp_param_groups
+                if hasattr(state, "_fsdp_param_groups")
+                else [state._fsdp_param_group]
+            ):
+                if group is not None:
+                    group._training_state = TrainingState.IDLE
+                    group._post_forward_indices.clear()
+            module.reshard()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,8 @@ def in_shards() -> Iterator[None]:
     from transformers import core_model_loading
 
     mesh = _mesh()
-    if mesh is None:
+    # transformers 5.17 does not have it
+    if mesh is None or not hasattr(core_model_loading, "DtensorShardOperation"):
         yield
         return
 

@@ -1,6 +1,6 @@
 """The parts of a step and of a checkpoint that differ between parallel strategies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -148,8 +148,12 @@ class Strategy:
 
     # Checkpoints ----------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of its own that a checkpoint holds, by name; loaded in place."""
+    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """Tensors of its own that a checkpoint holds, by name; loaded in place.
+
+        Args:
+            saved: names in the checkpoint that is to be loaded.
+        """
         return {}
 
     def begin_from_agreed(self) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -133,13 +133,15 @@ class Checkpointer:
         live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _live(
+        self, step: int, saved: Container[str] = ()
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers.
 
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
         read back if as many ranks resume, else the shared value is.
         """
-        tensors = _named("extra.", self.extra) | self.strategy.tensors()
+        tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
         if self.strategy.agreed:
             tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
@@ -557,13 +559,13 @@ class Checkpointer:
             return
         if self.strategy.agreed and reader.manifest["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
-            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
+            read(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors(saved))
             self.strategy.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._live(step)
+        tensors, _ = self._live(step, saved)
         self._drop_unsaved(saved, tensors, scalars)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:

@@ -1,9 +1,12 @@
 """Replicas that take optimizer steps of their own, and agree on their weights now and then instead
 of on each gradient.
 
-Local SGD (Stich, arXiv 1805.09767) and DiLoCo (Douillard et al., arXiv 2311.08105).
+Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105), and its streaming
+form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.models.weights import WeightCopy
+from shared.models.weights import WeightCopy, average_buffers
 from shared.parallel import sharding
 from shared.parallel.gradients import local_part
 from shared.parallel.strategy import Strategy
@@ -21,17 +24,32 @@ from shared.process.errors import ConfigError
 from shared.training.options import SyncConfig
 
 
+@dataclass
+class Flight:
+    """The sum over replicas of what a fragment has moved, on its way."""
+
+    total: torch.Tensor  # [values of this rank's shards]
+    work: Any = None
+
+    def land(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.total
+
+
 class Replicas(Strategy):
     """Replicas that train apart. Every rank makes one and calls its methods alike.
 
     Each replica (a process, or a group of HSDP) updates its own weights. Every `sync_every` steps
     the mean of what they have moved since the agreed weights is one gradient of an outer optimizer,
-    SGD with Nesterov momentum, which moves the agreed weights. All replicas go on from these.
+    SGD with Nesterov momentum, which moves the agreed weights. After `sync_delay` steps, in which
+    the replicas have gone on, each moves to them: to sync_alpha * its own + (1 - sync_alpha) * the
+    agreed weights. With `sync_fragments` the model is sent in parts, at different steps.
 
     Attributes:
         count: of replicas.
         agreed: the agreed weights, the same on all replicas.
-        momentum: of the outer optimizer, by the weights' names.
         group: the ranks of this replica.
 
     Raises:
@@ -66,7 +84,11 @@ class Replicas(Strategy):
             self.across = dist.new_subgroups_by_enumeration(alike)[0]
         if size > 1:
             self.group = dist.new_subgroups(size)[0]
+        self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
+        self.names: list[str] = []  # of the weights that are agreed on
         self.momentum: dict[str, torch.Tensor] = {}
+        self.fragments: list[list[str]] = []  # these names
+        self.flights: dict[int, Flight] = {}  # by fragment
 
     def prepare(
         self, model: nn.Module, optimizers: list[Any], options: OptimConfig
@@ -79,34 +101,86 @@ class Replicas(Strategy):
     def begin(self, model: nn.Module) -> None:
         """Agree on the present weights of a model, the same on all ranks."""
         self.agreed = WeightCopy(self.accelerator, model)
-        self.momentum = {
-            name: torch.zeros_like(value)
-            for name, value in self.agreed.tensors.items()
-            if name not in self.agreed.buffers
-        }
+        self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
+        self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
+        self.fragments = list(self._cut(self.options.sync_fragments))
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
         return finite if self.group is None else super().everywhere(finite)
 
+    def _cut(self, fragments: int) -> Iterator[list[str]]:
+        """Neighbouring weights, in parts of about the same size."""
+        numbers = [self.agreed.live[name].numel() for name in self.names]
+        done = 0
+        parts = [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+        for name, number in zip(self.names, numbers, strict=True):
+            parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
+            done += number
+        yield from parts
+
+    def _sends(self, step: int, total_steps: int) -> list[int]:
+        """The fragments that are sent after a step: each every `sync_every` steps, and evenly
+        spread.
+        """
+        every = self.options.sync_every
+        parts = self.options.sync_fragments
+        if not 0 < step < total_steps:
+            return []
+        return [part for part in range(parts) if (step + part * every // parts) % every == 0]
+
     @torch.no_grad()
     def after(self, step: int, total_steps: int) -> None:
-        """Agree on the weights, if that is due after an optimizer step; always after the last."""
-        if step % self.options.sync_every and step != total_steps:
+        """Send and apply what is due after an optimizer step."""
+        delay = self.options.sync_delay
+        last = step == total_steps
+        arriving = self._sends(step - delay, total_steps)
+        for part in arriving if delay else []:
+            self._apply(part, self.options.alpha)
+        if last:  # all that was done is agreed on
+            for part in sorted(self.flights):
+                self._apply(part, self.options.alpha)
+        for part in range(len(self.fragments)) if last else self._sends(step, total_steps):
+            self._send(part)
+            if last or not delay:
+                self._apply(part, 0.0)
+        if (last or 0 in arriving) and self.agreed.buffers:
+            live = {name: self.agreed.live[name] for name in self.agreed.buffers}
+            average_buffers(self.accelerator, [live])
+            for name, value in live.items():
+                self.agreed.buffers[name].copy_(value)
+
+    def _pairs(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's
+        shards.
+        """
+        own, agreed, momentum = (
+            [local_part(tensors[name]) for name in self.fragments[part]]
+            for tensors in (self.agreed.live, self.agreed.tensors, self.momentum)
+        )
+        return [*zip(own, agreed, momentum, strict=True)]
+
+    def _send(self, part: int) -> None:
+        moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
+        total = torch.cat(moved) if moved else torch.zeros(0, device=self.accelerator.device)
+        total = total.to(self.dtype)
+        self.flights[part] = Flight(total)
+        if self.across is not None and total.numel():
+            self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
+
+    def _apply(self, part: int, alpha: float) -> None:
+        # sent before the run was prolonged: it was all applied at the former end
+        if part not in self.flights:
             return
+        total = self.flights.pop(part).land().float() / self.count
+        pairs = self._pairs(part)
         rate = self.options.outer_learning_rate
         decay = self.options.outer_momentum
-        for name in self.momentum:
-            own, agreed, momentum = (
-                local_part(tensors[name])
-                for tensors in (self.agreed.live, self.agreed.tensors, self.momentum)
-            )
-            gradient = agreed - own
-            if self.across is not None:
-                dist.all_reduce(gradient, group=self.across)
-            gradient /= self.count
+        pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
+        for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
+            gradient = piece.view_as(own)
             momentum.mul_(decay).add_(gradient)
             agreed.sub_(rate * (gradient + decay * momentum))
-            own.copy_(agreed)
+            own.copy_(torch.lerp(agreed, own, alpha) if alpha else agreed)
 
     @torch.no_grad()
     def begin_from_agreed(self) -> None:
@@ -114,6 +188,16 @@ class Replicas(Strategy):
         for name, value in self.agreed.live.items():
             local_part(value).copy_(local_part(self.agreed.tensors[name]))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The outer momentum."""
-        return {f"outer.{name}": value for name, value in self.momentum.items()}
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """The outer momentum, and what is on its way to this rank."""
+        prefix = f"{self.prefix}flight."
+        for part in range(len(self.fragments)):
+            if f"{prefix}{part}" in saved:  # make room for it
+                size = sum(own.numel() for own, _, _ in self._pairs(part))
+                self.flights[part] = Flight(
+                    torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
+                )
+        tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
+        return tensors | {f"{prefix}{part}": flight.land() for part, flight in self.flights.items()}

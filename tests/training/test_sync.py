@@ -27,7 +27,7 @@ def flags(text_file, tiny_model):
     )
 
 
-def simulated(text_file, tiny_model, *, replicas, processes, every, rate=0.7, momentum=0.9):
+def simulated(text_file, tiny_model, *, replicas, processes, every, delay=0, alpha=0.0, parts=1, rate=0.7, momentum=0.9):
     """The agreed weights after all steps, by plain tensors: each replica with its own AdamW, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     data = corpus.open_corpus(CorpusConfig(train_file=(str(text_file),)), tokenizer, LENGTH)
@@ -41,6 +41,25 @@ def simulated(text_file, tiny_model, *, replicas, processes, every, rate=0.7, mo
     of_one = processes // replicas
     agreed = [p.detach().clone() for p in model.parameters()]
     moments = [torch.zeros_like(p) for p in agreed]
+    sizes, middle = [p.numel() for p in agreed], []
+    for size in sizes:
+        middle.append((sum(sizes[: len(middle)]) + size // 2) * parts // sum(sizes))
+    sent = {}
+
+    def apply(part, alpha):
+        for i, moved in sent.pop(part).items():
+            moments[i] = momentum * moments[i] + moved
+            agreed[i] = agreed[i] - rate * (moved + momentum * moments[i])
+            for m in models:
+                own = list(m.parameters())[i].data
+                own.copy_(alpha * own + (1 - alpha) * agreed[i])
+
+    def send(part):
+        mine = [i for i, where in enumerate(middle) if min(where, parts - 1) == part]
+        with torch.no_grad():
+            sent[part] = {i: sum(agreed[i] - list(m.parameters())[i] for m in models) / replicas for i in mine}
+
+    due = {}
     for step in range(1, STEPS + 1):
         for i, (m, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             windows = [next(reader) for reader in readers[i * of_one : (i + 1) * of_one]]
@@ -51,14 +70,22 @@ def simulated(text_file, tiny_model, *, replicas, processes, every, rate=0.7, mo
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        if step % every == 0 or step == STEPS:
-            for i, before in enumerate(agreed):
-                with torch.no_grad():
-                    moved = sum(before - list(m.parameters())[i] for m in models) / replicas
-                moments[i] = momentum * moments[i] + moved
-                agreed[i] = before - rate * (moved + momentum * moments[i])
-                for m in models:
-                    list(m.parameters())[i].data.copy_(agreed[i])
+        for part in due.pop(step, []):
+            apply(part, alpha)
+        if step == STEPS:
+            for part in sorted(sent):
+                apply(part, alpha)
+            for part in range(parts):
+                send(part)
+                apply(part, 0.0)
+        else:
+            for part in range(parts):
+                if (step + part * every // parts) % every == 0:
+                    send(part)
+                    if delay:
+                        due.setdefault(step + delay, []).append(part)
+                    else:
+                        apply(part, 0.0)
     return dict(zip((name for name, _ in model.named_parameters()), agreed, strict=True))
 
 
@@ -70,18 +97,20 @@ def assert_weights(theirs, ours):
 WAYS = {
     "diloco": {"every": 5},
     "local-sgd": {"every": 3, "rate": 1.0, "momentum": 0.0},
-    "slower": {"every": 6, "momentum": 0.5},
+    "streaming": {"every": 6, "delay": 2, "alpha": 0.5, "parts": 3},
+    "late": {"every": 5, "delay": 4, "alpha": 0.25, "parts": 2, "momentum": 0.5},
 }
 
 
 def given(way):
-    names = {"every": "sync_every", "rate": "outer_learning_rate", "momentum": "outer_momentum"}
+    names = {"every": "sync_every", "delay": "sync_delay", "alpha": "sync_alpha", "parts": "sync_fragments"}
+    names |= {"rate": "outer_learning_rate", "momentum": "outer_momentum"}
     return [token for key, value in WAYS[way].items() for token in (f"--{names[key]}", value)]
 
 
 @pytest.mark.parametrize(
     ("way", "config", "processes"),
-    [("diloco", "ddp", 2), *(slow(way, "ddp", 4) for way in WAYS), slow("slower", "hsdp", 4)],
+    [("diloco", "ddp", 2), ("streaming", "ddp", 2), *(slow(way, "ddp", 4) for way in WAYS), slow("late", "hsdp", 4)],
 )
 def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_path, way, config, processes):
     ours = run("pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes)
@@ -89,9 +118,9 @@ def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_pa
     assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, processes=processes, **WAYS[way]))
 
 
-@pytest.mark.parametrize(("way", "config", "processes"), [slow("diloco", "ddp", 2), slow("slower", "hsdp", 4)])
+@pytest.mark.parametrize(("way", "config", "processes"), [slow("late", "ddp", 2), slow("streaming", "hsdp", 4)])
 def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, processes):
-    """Killed between agreements; saved at other steps than the run left alone."""
+    """Killed between agreements, and while one is on its way; saved at other steps than the run left alone."""
     flags = (*flags, *given(way), "--save_steps", 1, "--async_save")
     straight = run("pretrain", tmp_path / "straight", *flags, "--save_steps", STEPS, config=config, processes=processes)
     for place in ("micro_batch:kill@15#1", "save.rename:kill@1", "update:kill@4"):
@@ -117,7 +146,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
 @pytest.mark.parametrize(("config", "processes"), [slow("ddp", 2), slow("hsdp", 4)])
 def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config, processes):
     """Between meetings, where one replica has paused."""
-    flags = (*flags, "--sync_every", 18)
+    flags = (*flags, "--sync_every", 18, "--sync_delay", 1)
     straight = run("pretrain", tmp_path / "straight", *flags, config=config, processes=processes)
     fault = f"update:pause@2#{processes - 1},update:term@7#0"
     stopped = run(
@@ -182,10 +211,11 @@ accelerator = Accelerator()
 rank, world = accelerator.process_index, accelerator.num_processes
 assert world == 2 and accelerator.distributed_type == "MULTI_CPU"
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.3), nn.Tanh(), nn.Linear(8, 1))
 copies = {every: copy.deepcopy(model) for every in (0, 1, 5)}
-copies[0] = DistributedDataParallel(copies[0])
-options = {every: SyncConfig(sync_every=every, outer_learning_rate=1.0, outer_momentum=0.0) for every in (1, 5)}
+copies[0] = DistributedDataParallel(copies[0], broadcast_buffers=False)
+options = {every: SyncConfig(sync_every=5, outer_learning_rate=1.0, outer_momentum=0.0) for every in (1, 5)}
+object.__setattr__(options[1], "sync_every", 1)  # a run would agree on gradients then
 replicas = {every: Replicas(accelerator, options[every]) for every in (1, 5)}
 for every in (1, 5):
     replicas[every].begin(copies[every])
@@ -198,7 +228,10 @@ for step in range(1, 21):
         optimizers[every].step()
         optimizers[every].zero_grad()
         if every:
+            before = accelerator.gather(each[1].running_mean[None])
             replicas[every].after(step, 20)
+            expected = before.mean(0) if step % every == 0 else before[rank]
+            torch.testing.assert_close(each[1].running_mean, expected)
 for ddp, every_step in zip(copies[0].module.parameters(), copies[1].parameters()):
     torch.testing.assert_close(every_step, ddp, rtol=1e-6, atol=1e-6)
 away = [(a - b).abs().max() for a, b in zip(copies[5].parameters(), copies[1].parameters())]
@@ -211,7 +244,7 @@ print("equal")
 
 
 def test_agreeing_after_each_step_of_sgd_equals_ddp(tmp_path):
-    """With outer rate 1 and momentum 0."""
+    """With outer rate 1 and momentum 0. Statistics of BatchNorm are averaged at each agreement, and only there."""
     script = tmp_path / "loop.py"
     script.write_text(OWN_LOOP)
     launch = ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"]
