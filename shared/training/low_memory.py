@@ -159,6 +159,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Paramet
             else:
                 yield parameter, f"{key}.codes", inner.codes
                 yield parameter, f"{key}.scale", scale
-            generator.manual_seed((1_000_003 * int(state["step"]) + number) % 2**32)
-            for into, values in zip(stored, exact, strict=True):
-                round_stochastically(into, values, generator)
