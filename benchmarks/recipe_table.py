@@ -134,8 +134,9 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         return cross_entropy(prepared(batch["pixel_values"]).logits.float(), batch["labels"], reduction="sum")
 
     def train() -> None:
-        for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation, accumulation):
-            strategy.backward(loss_of(micro_batch), 1 / units)
+        for i in range(accumulation):
+            with step.reduced(accelerator, [prepared], last=i + 1 == accumulation):
+                strategy.backward(loss_of(batch), 1 / units)
         norm = strategy.clip([prepared], 1.0)
         strategy.update(optimizers, norm.isfinite(), norm)
         if on_cuda:

@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("none", "1gbit", "100mbit", "20mbit", "50ms")  # a rate, or the delay of each way
 WAYS = {  # (flags, steps)
     "ddp": ("", 6),
-    "ddp bf16": ("--ddp_comm_hook bf16", 6),
     "h10": ("--sync_every 10", 40),
     "h50": ("--sync_every 50", 150),
     "h500": ("--sync_every 500", 500),

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-# finds shared/ where the project is not installed
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+# the shared/ beside this file, before one that is installed
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from shared.config import parse as configs
 from shared.config.options import (

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-# finds shared/ where the project is not installed
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+# the shared/ beside this file, before one that is installed
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from shared.config import parse as configs
 from shared.config.options import (
@@ -68,7 +68,6 @@ class Config:
             "--isolate_documents": self.data.isolate_documents,
             "--find_batch_size": self.batch.find_batch_size,
             "--per_device_eval_batch_size (all batches have one size)": eval_size != 8,
-            "--ddp_comm_hook": self.speed.ddp_comm_hook != "none",
             "--dress_rehearsal": self.checkpoint.dress_rehearsal,
             "--layer_decay": self.optim.layer_decay < 1,
             "--optim adamw_8bit": self.optim.optim == "adamw_8bit",

@@ -1,4 +1,4 @@
-"""Models of these families made and read in shards are those that are whole, bit for bit. Every rank runs this.
+"""Models of these families read in shards are those that are whole, bit for bit. Every rank runs this.
 
 accelerate launch ... tests/compare_shards.py FOLDER FAMILY...
 """
@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
-from shared.models.hub import from_architecture
-from shared.models.loading import class_of, load_causal_lm
-from shared.parallel.shards import in_shards, make_whole
+from shared.models.loading import load_causal_lm
+from shared.parallel.shards import make_whole
 from shared.run import launch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -41,21 +39,10 @@ def main(folder: Path, families: list[str]) -> None:
         name = str(folder / family)
         try:
             given = {"attn_implementation": "auto", "dtype": torch.float32}
-            said = [compare(load_causal_lm(name, whole=True, **given), load_causal_lm(name, **given))]
-            made = []
-            for cut in (False, True):
-                config = AutoConfig.from_pretrained(name)
-                torch.manual_seed(1)
-                if cut:
-                    with in_shards():
-                        made.append(from_architecture(class_of(config), config, dtype=torch.float32))
-                else:
-                    made.append(from_architecture(class_of(config), config, dtype=torch.float32))
-                made.append(torch.rand(1))
-            said.append(compare(made[0], made[2]) + ("" if made[1] == made[3] else ", other draws"))
+            said = compare(load_causal_lm(name, whole=True, **given), load_causal_lm(name, **given))
         except Exception:
-            said = [traceback.format_exc().strip().splitlines()[-1]]
-        print(f"{family} of rank {accelerator.process_index}: read: {'; made: '.join(said)}", flush=True)
+            said = traceback.format_exc().strip().splitlines()[-1]
+        print(f"{family} of rank {accelerator.process_index}: {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,9 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
     batch = sharding.share(accelerator).cut(batch)
 
     def train() -> None:
-        for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch], 2):
-            strategy.backward(lm_loss.causal_lm_loss(prepared, micro_batch), 1 / 1000)
+        for last in (False, True):
+            with step.reduced(accelerator, [prepared], last=last):
+                strategy.backward(lm_loss.causal_lm_loss(prepared, batch), 1 / 1000)
         norm = strategy.clip([prepared], 1.0)
         strategy.update(optimizers, norm.isfinite(), norm)
 

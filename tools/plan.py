@@ -85,9 +85,7 @@ class PlanConfig:
             )
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
-        if self.weights_dtype == "bf16" and (
-            self.lora_r or self.optim != "adamw" or self.loss_type
-        ):
+        if self.weights_dtype == "bf16" and (self.lora_r or self.loss_type):
             raise ConfigError(
                 "--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others"
             )

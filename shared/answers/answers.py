@@ -15,7 +15,7 @@ from shared.data.loader import Share
 from shared.data.order import EvenSubset
 from shared.models.generation import ends_of, generate
 from shared.parallel import sharding
-from shared.process.files import keep_json_lines, open_regular
+from shared.process.files import keep_json_lines
 from shared.process.printing import collapsed, excerpt, indented, print_main
 from shared.process.redaction import redact
 from shared.run.run import Run
@@ -161,7 +161,7 @@ def log_answers(
         scored = [row for row in rows if by in row["scores"]]
         scored.sort(key=lambda row: row["scores"][by], reverse=better(by) == "lower")
         report = {"step": run.state.step, **means, f"worst by {by}": scored[:10]}
-        with open_regular(run.dir / "evaluation.json") as file:
+        with (run.dir / "evaluation.json").open("w", encoding="utf-8") as file:
             json.dump(redact(report), file, indent=1)
     return means
 
@@ -188,5 +188,5 @@ def keep_rows(run: Run, name: str, rows: list[dict[str, Any]]) -> None:
     if run.is_main:
         file = run.dir / name
         keep_json_lines(file, lambda row: row["step"] < run.state.step)
-        with open_regular(file, "a") as lines:
+        with file.open("a", encoding="utf-8") as lines:
             lines.writelines(json.dumps(redact(row)) + "\n" for row in rows)

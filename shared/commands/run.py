@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from shared.process.errors import ConfigError
-from shared.process.signals import STOP_SIGNALS, start_of
+from shared.process.signals import STOP_SIGNALS
 
 STOPPED = 143
 
@@ -130,15 +130,10 @@ def _ignore_stop_signals() -> None:
 
 
 def _training(folder: str) -> set[int]:
-    """Process ids of all trainings: each writes its id and its start to `folder` once it can handle
+    """Process ids of all trainings: each makes a file of this name in `folder` once it can handle
     signals.
-
-    Not of those whose id is another process's by now.
     """
-    noted = {
-        int(path.name): path.read_text(encoding="utf-8") for path in Path(folder).glob("[0-9]*")
-    }
-    return {pid for pid, start in noted.items() if start in ("", start_of(pid))}
+    return {int(path.name) for path in Path(folder).glob("[0-9]*")}
 
 
 def _pass_on(number: int, processes: set[int]) -> bool:

@@ -159,8 +159,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     parts = {
         "weights": ("model.",),
         "optimizer's state": ("optimizer.", "replica", "outer.", "flight."),
+        "averages and others": ("ema.", "extra.", "rank"),
     }
-    parts["averages and others"] = ("ema.", "extra.", "rank")
     for part, keys in parts.items():
         names = {name for name in mine | theirs if name.startswith(keys)}
         unlike = sorted(

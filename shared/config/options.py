@@ -126,13 +126,11 @@ class OptimConfig:
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
     warmup_steps: Annotated[int | float, within(at_least=0), WHOLE_OR_SHARE] = 0.03
-    min_lr_ratio: Share = 0.0  # Final learning rate as a share of the peak
 
     # Not fields, but what adapters train with. FullOptimConfig makes flags of them.
     adam_beta1 = 0.9
     adam_beta2 = 0.999
-    adam_epsilon = 1e-8
-    decay_ratio = 0.2
+    min_lr_ratio = 0.0
     max_skipped_steps = 5
     layer_decay = 1.0
 
@@ -161,8 +159,7 @@ class FullOptimConfig(OptimConfig):
 
     adam_beta1: BelowOne = 0.9  # Decay of the first moment
     adam_beta2: BelowOne = 0.95  # Decay of the second moment
-    adam_epsilon: PositiveOrZero = 1e-8  # Added to the root of the second moment
-    decay_ratio: Share = 0.2  # Share of the run in which wsd decays
+    min_lr_ratio: Share = 0.0  # Final learning rate as a share of the peak
     # The run ends after more than so many skipped updates (loss or gradient not finite)
     max_skipped_steps: Free[CountOrZero] = 5
     # Factor on the learning rate from each block to the one before it; 1: the same rate
@@ -189,16 +186,14 @@ class SpeedConfig:
     # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
     # of which are slower
     deterministic: Free[bool] = False
-    # Seconds that a process waits for the others before it ends the run
-    ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
     # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need
     # their own packages
     attn_implementation: Free[
         Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
     ] = "auto"
 
-    # Not fields: gradients and checkpoints of adapters are small. FullSpeedConfig makes flags.
-    ddp_comm_hook = "none"
+    # Not fields, but what adapters have. FullSpeedConfig makes flags of them.
+    ddp_timeout = 1800.0
     async_save = False
 
 
@@ -206,8 +201,8 @@ class SpeedConfig:
 class FullSpeedConfig(SpeedConfig):
     """Memory and speed, where all weights are trained."""
 
-    # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
-    ddp_comm_hook: Free[Literal["none", "bf16", "fp16"]] = "none"
+    # Seconds that a process waits for the others before it ends the run
+    ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
     # Write checkpoints in the background; training waits for a copy to the host's memory only
     async_save: Free[bool] = False
 

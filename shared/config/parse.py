@@ -75,17 +75,12 @@ class Flag:
             ConfigError: names the flag.
         """
         values = tuple(map(self._one, texts))
-        if ... not in self.parts:
-            if len(values) != 1:
-                words = " ".join(texts)
-                raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {words}")
-            return values[0]
-        if any(text.startswith("-") for text in texts):  # a mistyped flag
-            raise ConfigError(
-                f"--{self.name}: a value cannot begin with a dash, as {' '.join(texts)!r} "
-                "does; ./-x is a file"
-            )
-        return values
+        if ... in self.parts:
+            return values
+        if len(values) != 1:
+            words = " ".join(texts)
+            raise ConfigError(f"--{self.name} takes one value, not {len(texts)}: {words}")
+        return values[0]
 
     def _one(self, text: str) -> Any:
         if not text:  # for example "$FILE" in a script that has not set FILE
@@ -180,22 +175,22 @@ def save(config: Any, path: Path) -> None:
 
 def replace(config: T, **changes: Any) -> T:
     """A copy with some flat fields changed."""
-    nested = _nested(changes, flags(type(config)), config)
-    return dataclasses.replace(config, **nested)  # type: ignore[type-var]
+    return dataclasses.replace(config, **_nested(changes, config))  # type: ignore[type-var]
 
 
-def _nested(changes: dict[str, Any], known: dict[str, Flag], base: Any) -> dict[str, Any]:
-    """The changed fields, and the changed groups whole: unchanged fields are those of `base`, a
-    config or its class.
-    """
-    by_group: dict[str, dict[str, Any]] = {"": {}}
-    for name, value in changes.items():
-        by_group.setdefault(known[name].group, {})[name] = value
-    ungrouped = by_group.pop("")
-    return ungrouped | {
-        group: dataclasses.replace(getattr(base, group), **values)
-        for group, values in by_group.items()
-    }
+def _nested(changes: dict[str, Any], base: Any) -> dict[str, Any]:
+    """The changed fields of `base`, a config or its class; groups with a changed field whole."""
+    nested: dict[str, Any] = {}
+    for field in dataclasses.fields(base):
+        group: Any = getattr(base, field.name, None)
+        if dataclasses.is_dataclass(group):
+            inner = changes.keys() & group.__dataclass_fields__.keys()
+            if inner:
+                values = {name: changes[name] for name in inner}
+                nested[field.name] = dataclasses.replace(group, **values)  # type: ignore[type-var]
+        elif field.name in changes:
+            nested[field.name] = changes[field.name]
+    return nested
 
 
 def parse_or_exit(config_class: type[T]) -> T:
@@ -211,10 +206,8 @@ def parse_or_exit(config_class: type[T]) -> T:
         "--config run.yaml takes flags from a file, without the dashes; the command line wins."
     )
     with clean_exit():
-        start.require_shared_beside(Path(getattr(script, "__file__", None) or __file__))
         config = parse(config_class, description=about)
     print_main("loading PyTorch")
-    start.keep_compiled()
     return config
 
 
@@ -252,7 +245,7 @@ def parse(
     kept = {key: texts for key, texts in in_file.items() if key not in replaced}
     try:
         values = {key: known[key].value(texts) for key, texts in (kept | typed).items()}
-        return config_class(**_nested(values, known, config_class))
+        return config_class(**_nested(values, config_class))
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
         if flag and flag[1] in places.keys() - typed.keys():

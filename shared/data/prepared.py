@@ -20,7 +20,6 @@ from typing import Any
 
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, first_line
-from shared.process.files import open_regular
 from shared.process.printing import print_main
 from shared.process.ranks import cores, is_main_rank, rank
 
@@ -179,8 +178,8 @@ def usable(folder: Path) -> bool:
         found = _checksums(folder)
         if known == found:
             # it may be a cache that only others write
-            with contextlib.suppress(OSError), open_regular(mark) as file:
-                file.write(_state(folder))
+            with contextlib.suppress(OSError):
+                mark.write_text(_state(folder))
             return True
         damage = next(
             (name for name in found if found[name] != dict(known).get(name)), "a file is missing"

@@ -10,7 +10,6 @@ from shared.models.loading import class_of, freeze_outer_parts, load_causal_lm
 from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
 from shared.models.tokenizers import vocabulary_size
-from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 
 
@@ -65,10 +64,9 @@ def build_causal_lm(
             text.output_router_logits = True
         override(architecture, config.config_overrides)
         options = attention_option(attn_implementation)
-        with in_shards():
-            model = from_architecture(
-                class_of(architecture), architecture, dtype=torch.float32, **options
-            )
+        model = from_architecture(
+            class_of(architecture), architecture, dtype=torch.float32, **options
+        )
         freeze_outer_parts(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)

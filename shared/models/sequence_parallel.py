@@ -43,9 +43,9 @@ class SequenceParallel(Strategy):
         sequence.group()
 
     def prepare(
-        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
-        model, optimizers = super().prepare(model, optimizers, options, comm_hook)
+        model, optimizers = super().prepare(model, optimizers, options)
         self.require_equal_logits(model)
         return model, optimizers
 

@@ -83,12 +83,12 @@ def gradient_norm(
                 copies //= 1 if isinstance(placement, Replicate) else size
             gradient = gradient.to_local()
         pieces.setdefault(copies, []).append(gradient)
-    if set(pieces) <= {count}:
-        return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
     norms = {
         copies: nn.utils.get_total_norm(tensors).to(accelerator.device)
         for copies, tensors in pieces.items()
     }
+    if set(norms) <= {count}:
+        return next(iter(norms.values()), torch.zeros((), device=accelerator.device))
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
@@ -97,9 +97,5 @@ def gradient_norm(
 @torch.no_grad()
 def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all gradients in place by `factor`, a scalar tensor."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        piece = local_part(gradient)
-        by_device.setdefault(piece.device, []).append(piece)
-    for device, pieces in by_device.items():
-        torch._foreach_mul_(pieces, factor.to(device))
+    if gradients:  # those of offloaded weights are on the host
+        torch._foreach_mul_([*map(local_part, gradients)], factor.to(gradients[0].device))

@@ -110,11 +110,7 @@ def attend_by_heads(
     count = ranks.sequence_ranks()
     heads = query.shape[1]
     if heads % count:
-        sizes = [str(n) for n in range(2, heads + 1) if heads % n == 0]
-        raise ConfigError(
-            f"sp_size {count} does not divide the model's {heads} attention heads: "
-            f"{', '.join(sizes) or 'no size'} would"
-        )
+        raise ConfigError(f"sp_size {count} does not divide the model's {heads} attention heads")
     repeats = count // math.gcd(count, key.shape[1])  # each rank needs a head of keys
     if repeats > 1:
         key = key.repeat_interleave(repeats, 1)

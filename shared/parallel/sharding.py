@@ -4,39 +4,25 @@ for all.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.loader import Share
 from shared.data.stretches import cut
-from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
 from shared.parallel.tensor import (
-    _give_parameters,
-    _one_mesh_a_group,
+    give_parameters,
+    split_by_mesh,
     tensor_parallel,
     tensor_parallel_mesh,
 )
 from shared.process import ranks
 from shared.process.errors import ConfigError
-
-
-def data_rank(accelerator: Accelerator) -> int:
-    """This process's place among those that read different data: ranks that share a model's pieces
-    read the same.
-    """
-    return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
 
 
 def draws_rank(accelerator: Accelerator) -> int:
@@ -46,9 +32,11 @@ def draws_rank(accelerator: Accelerator) -> int:
 
 
 def share(accelerator: Accelerator) -> Share:
-    """What this process reads of the data."""
+    """What this process reads of the data: ranks that share a model's pieces read the same."""
+    readers = ranks.data_parallel_size()
+    place = accelerator.process_index // (accelerator.num_processes // readers)
     part = cut if ranks.sequence_ranks() > 1 else dict
-    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device, part)
+    return Share(place, readers, accelerator.device, part)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
@@ -65,7 +53,6 @@ def prepare(
     model: nn.Module,
     optimizers: list[Any],
     *,
-    comm_hook: str = "none",
     replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every
@@ -74,7 +61,6 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
-        comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
         replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
 
     Returns:
@@ -82,74 +68,67 @@ def prepare(
         for.
 
     Raises:
-        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has
-            an answer of its own to a question that the template's config answers.
+        ConfigError: the model cannot be spread that way.
     """
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
-    groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["param_names"] = [names[p] for p in group["params"]]
     del names  # or it would keep the weights
     if mesh is not None:
-        if accelerator.mixed_precision == "fp16":
-            raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
+        if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
+            raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
         if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
             raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
-        if accelerator.mixed_precision == "fp8":
-            raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
-        _give_parameters(optimizers, groups_of, model)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    layout = accelerator.parallelism_config
-    if (mesh is not None or replicas) and not sharded:
+        give_parameters(optimizers, model)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        model, optimizers = _shard(accelerator, model, optimizers, replicas=replicas)
+    elif mesh is not None or replicas:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has
-        # no sharded weights. It leaves models with DTensors where they are: the embeddings and
-        # norms, which are whole, are still on the CPU.
-        prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
-        prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+        # no sharded weights.
+        model = accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)
     else:
-        if sharded:
-            _own_what_is_left(model)
-        if pieces := take_pieces(model) if sharded else {}:
-            _give_parameters(optimizers, groups_of, model)
-        if mesh is not None:
-            layout.tp_size = 1  # done above; Accelerate would do it again
-        groups = layout.dp_replicate_size if layout is not None else 1
-        if replicas:
-            layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
-        plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-            # Models name blocks of models that they could be made of, too, which Accelerate would
-            # look for in vain.
-            named = set(getattr(model, "_no_split_modules", None) or ())
-            plugin.transformer_cls_names_to_wrap = sorted(
-                named & {type(module).__name__ for module in model.modules()}
-            )
-        with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
-            prepared = accelerator.prepare(model, *optimizers)
-        if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
-            on_host = (
-                isinstance(plugin.cpu_offload, CPUOffloadPolicy) or accelerator.device.type == "cpu"
-            )
-            put_pieces(prepared[0], pieces, torch.device("cpu") if on_host else accelerator.device)
-            _give_parameters(
-                [wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0]
-            )
-        if mesh is not None:
-            layout.tp_size = mesh.size()
-        if replicas:
-            layout.dp_replicate_size = groups
-    model, *wrapped = prepared
-    optimizers = [wrapper.optimizer for wrapper in wrapped]
-    if comm_hook != "none":
-        if not isinstance(model, DistributedDataParallel):
-            raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
-        model.register_comm_hook(
-            None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook]
-        )
+        model, *wrapped = accelerator.prepare(model, *optimizers)
+        optimizers = [wrapper.optimizer for wrapper in wrapped]
     if mesh is not None:
         for optimizer in optimizers:
-            _one_mesh_a_group(optimizer)
+            split_by_mesh(optimizer)
+    return model, optimizers
+
+
+def _shard(
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, replicas: bool
+) -> tuple[Any, list[Any]]:
+    """`prepare` for FSDP2."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    layout: Any = accelerator.parallelism_config
+    _own_what_is_left(model)
+    if plugin.transformer_cls_names_to_wrap is None:
+        # Models name blocks of models that they could be made of, too, which Accelerate would look
+        # for in vain.
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        plugin.transformer_cls_names_to_wrap = sorted(
+            named & {type(module).__name__ for module in model.modules()}
+        )
+    if pieces := take_pieces(model):
+        give_parameters(optimizers, model)
+    sizes = dict(vars(layout)) if layout is not None else {}
+    if sizes:
+        layout.tp_size = 1  # done already; Accelerate would do it again
+    if replicas:
+        layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
+    with _kept_in_bf16(model):
+        model, *wrapped = accelerator.prepare(model, *optimizers)
+    if sizes:
+        vars(layout).update(sizes)
+    optimizers = [wrapper.optimizer for wrapper in wrapped]
+    if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        put_pieces(model, pieces, torch.device("cpu") if is_offloaded else accelerator.device)
+        give_parameters(optimizers, model)
     return model, optimizers
 
 
@@ -178,37 +157,10 @@ def _own_what_is_left(model: nn.Module) -> None:
         parameter for module in model.modules() for parameter in module._parameters.values()
     )
     for module in list(model.modules()):
-        if hasattr(module, "modules_to_save") and isinstance(
-            old := getattr(module, "original_module", None), nn.Module
-        ):
-            for part in old.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and places[parameter] > 1:
-                        part._parameters[name] = nn.Parameter(
-                            parameter.detach().clone(), requires_grad=False
-                        )
-
-
-def sharding_shares(
-    accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]
-) -> dict[str, float]:
-    """The share of all weights, and of the optimizer's state, that this process keeps between
-    steps.
-
-    Empty for a pipeline, whose ranks do not know the whole.
-    """
-    if ranks.pipeline_ranks() > 1:
-        return {}
-
-    def pieces(parameters: Iterable[torch.Tensor]) -> float:
-        mine = everything = 0
-        for p in parameters:
-            local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
-            mine = mine + local.numel()
-            everything = everything + getattr(p, "ds_numel", p.numel())
-        return mine / everything
-
-    reshard(model)  # a forward has left weights of the root gathered
-    shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
-    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return shares | ({"optimizer state": pieces(trained)} if trained else {})
+        replaced = getattr(module, "original_module", None)
+        if not (hasattr(module, "modules_to_save") and isinstance(replaced, nn.Module)):
+            continue
+        for part in replaced.modules():
+            for name, p in part._parameters.items():
+                if p is not None and places[p] > 1:
+                    part._parameters[name] = nn.Parameter(p.detach().clone(), requires_grad=False)

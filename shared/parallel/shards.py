@@ -1,14 +1,12 @@
-"""Models that are built or read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a
+"""Checkpoints that are read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a
 model whole.
 
 Inside of `in_shards` each matrix is cut by rows over the ranks that share one model: a DTensor in
-host memory, which `sharding.prepare` hands on to FSDP2 or to tensor parallelism. Random numbers are
-drawn for a whole matrix, of which a rank keeps its rows, so they are those of one process.
-transformers reads the rows alone out of safetensors.
+host memory, which `sharding.prepare` hands on to FSDP2 or to tensor parallelism. transformers reads
+the rows alone out of safetensors.
 """
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, TypeGuard
@@ -45,52 +43,16 @@ def _mesh() -> DeviceMesh | None:
     return _rows_of(copies, state.num_processes // copies)
 
 
-def _rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor, a view."""
-    each = -(-len(tensor) // mesh.size())
-    start = min(mesh.get_local_rank() * each, len(tensor))
-    return tensor.detach()[start : start + each]
-
-
 def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A copy of this rank's rows of a tensor."""
-    return _rows(tensor, mesh).clone()
-
-
-@contextlib.contextmanager
-def _freed_at_once() -> Iterator[None]:
-    """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to
-    32 MiB each.
-    """
-    mmap_threshold = -3
-    trim_threshold = -1  # of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # to what they rise by themselves
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
+    each = -(-len(tensor) // mesh.size())
+    start = min(mesh.get_local_rank() * each, len(tensor))
+    return tensor.detach()[start : start + each].clone()
 
 
 def whole(tensor: Any) -> Any:
     """A tensor that may be cut, whole. Every rank calls this."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def _draw(
-    function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any
-) -> torch.Tensor:
-    """Let one of `transformers.initialization`'s functions fill a tensor that is cut with what it
-    gives to a whole one.
-    """
-    if not isinstance(tensor, DTensor):
-        return function(tensor, *args, **named)
-    if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        function(full, *map(whole, args), **named)
-        tensor.to_local().copy_(_rows(full, tensor.device_mesh))
-    return tensor
 
 
 def _read(
@@ -117,57 +79,39 @@ def _put(
     before = getattr(model.get_submodule(module), key, None)
     # a copy: what safetensors gives is a view of the file, which cannot be copied later
     if isinstance(before, DTensor):
-        value = (
-            _piece(value, before.device_mesh)
-            if value.shape == before.shape
-            else value.detach().clone()
-        )
+        is_whole = value.shape == before.shape
+        value = _piece(value, before.device_mesh) if is_whole else value.detach().clone()
     put(model, name, value, *args)
 
 
 @contextlib.contextmanager
 def in_shards() -> Iterator[None]:
-    """Cut the matrices of the models of transformers that are made in this block. Every rank makes
+    """Cut the matrices of the models of transformers that are read in this block. Every rank reads
     the same ones.
     """
-    from transformers import core_model_loading, initialization
+    from transformers import core_model_loading
 
     mesh = _mesh()
+    # transformers 5.17 does not have it
     if mesh is None or not hasattr(core_model_loading, "DtensorShardOperation"):
         yield
         return
 
     def cut(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        zeros = getattr(module, "padding_idx", None) is not None  # one of its rows begins as zeros
         for key, p in [] if module is None else module._parameters.items():
-            if (
-                p is not None
-                and p.ndim > 1
-                and not isinstance(p, DTensor)
-                and (p.is_meta or not zeros)
-            ):
+            if p is not None and p.ndim > 1 and p.is_meta and not isinstance(p, DTensor):
                 shape: Any = {"shape": p.shape, "stride": p.stride()}
                 piece = DTensor.from_local(
                     _piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape
                 )
                 module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
 
-    functions: dict[str, Any] = dict(initialization.TORCH_INIT_FUNCTIONS)
-    hook = register_module_module_registration_hook(cut)
-    with contextlib.ExitStack() as patches:
-        patches.callback(hook.remove)
-        patches.enter_context(_freed_at_once())
-        drawn = {name: partial(_draw, function) for name, function in functions.items()}
-        patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
-        changed: Any = (
-            (initialization, "copy_", _draw),
-            (core_model_loading, "spawn_materialize", _read),
-            (core_model_loading, "set_param_for_module", _put),
-        )
-        for place, name, ours in changed:
-            patches.enter_context(
-                mock.patch.object(place, name, partial(ours, getattr(place, name)))
-            )
+    loading: Any = core_model_loading
+    ours: Any = {
+        "spawn_materialize": partial(_read, loading.spawn_materialize),
+        "set_param_for_module": partial(_put, loading.set_param_for_module),
+    }
+    with register_module_module_registration_hook(cut), mock.patch.multiple(loading, **ours):
         yield
 
 

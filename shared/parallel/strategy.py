@@ -10,8 +10,14 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
-from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
-from shared.process import faults
+from shared.parallel.gradients import (
+    gradient_norm,
+    keeps_gradients,
+    local_part,
+    reshard,
+    scale_gradients,
+)
+from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
 
@@ -52,14 +58,28 @@ class Strategy:
     # Before training ------------------------------------------------------------------------------
 
     def prepare(
-        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
         """Model and optimizers on the device, wrapped, sharded: see `sharding.prepare`."""
-        return sharding.prepare(self.accelerator, model, optimizers, comm_hook=comm_hook)
+        return sharding.prepare(self.accelerator, model, optimizers)
 
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
-        """The share of weights and optimizer state that this rank keeps between steps."""
-        return sharding.sharding_shares(self.accelerator, model, optimizers)
+        """The share of weights and optimizer state that this rank keeps between steps. Empty for a
+        pipeline, whose ranks do not know the whole.
+        """
+        if ranks.pipeline_ranks() > 1:
+            return {}
+        reshard(model)  # a forward has left weights of the root gathered
+        parameters = {
+            "weights": list(self.accelerator.unwrap_model(model).parameters()),
+            "optimizer state": [p for o in optimizers for g in o.param_groups for p in g["params"]],
+        }
+        return {
+            name: sum(local_part(getattr(p, "ds_tensor", p)).numel() for p in every)
+            / sum(getattr(p, "ds_numel", p.numel()) for p in every)
+            for name, every in parameters.items()
+            if every
+        }
 
     # A step ---------------------------------------------------------------------------------------
 

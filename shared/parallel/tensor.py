@@ -13,11 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shared.parallel.shards import make_whole
 from shared.process.errors import ConfigError
 
-# Image models whose blocks have projections of heads and an MLP by these names. transformers has no
-# plans for them.
-IMAGE_MODELS = ("vit", "deit", "dinov2", "dinov2_with_registers")
-IMAGE_PLAN = dict.fromkeys(("q_proj", "k_proj", "v_proj", "fc1", "gate_proj", "up_proj"), "colwise")
-IMAGE_PLAN |= dict.fromkeys(("o_proj", "fc2", "down_proj"), "rowwise")
+KINDS = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
 def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
@@ -30,20 +26,23 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of each block over the ranks of `mesh`, in place (Megatron-LM, arXiv
     1909.08053).
 
-    Follows the plan that transformers ships with an architecture, or IMAGE_PLAN: colwise [out /
-    ranks, in], rowwise [out, in / ranks].
+    Follows the plan that transformers ships with an architecture: colwise [out / ranks, in],
+    rowwise [out, in / ranks].
     An adapter is cut as the matrix that it belongs to: B with its columns, A with its rows. What
     the plan does not name (norms, embeddings) stays whole on every rank, with equal gradients.
 
     Raises:
-        ConfigError: there is no plan, or it has a kind of cut that is not supported.
+        ConfigError: there is no plan, it has a kind of cut that is not supported, or the model
+            would compute something else.
     """
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     name_of_model = type(whole).__name__
-    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    decoder, config, plan = _plan_of(whole)
-    if not plan or not set(plan.values()) <= set(kinds):
-        foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
+    config = whole.config.get_text_config()
+    # Some versions' plans cut tied embeddings, too.
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    plan = {name: kind for name, kind in plan.items() if "*" in name}
+    if not plan or not set(plan.values()) <= set(KINDS):
+        foreign = ", ".join(sorted(set(plan.values()) - set(KINDS))) or "none"
         raise ConfigError(
             f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml"
         )
@@ -55,82 +54,38 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name_of_model} has {heads} {what} heads, which tp_size "
                 f"{mesh.size()} does not divide"
             )
-    for name, module in decoder.named_modules():
-        if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and any(
-            True for _ in module.parameters()
-        ):
-            raise ConfigError(
-                f"{name_of_model} cannot be tensor parallel here ({name} sees "
-                "all heads): use fsdp2.yaml"
-            )
-    if any(
-        getattr(p, "quant_state", None) is not None or not p.is_floating_point()
-        for p in model.parameters()
-    ):
+    if any(hasattr(p, "quant_state") or not p.is_floating_point() for p in model.parameters()):
         raise ConfigError(
             "tensor parallelism cannot cut quantised weights: use ddp.yaml or fsdp2.yaml"
         )
     patterns = {
         re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()
     }
-    matches = [
-        (name, module, kind)
-        for name, module in decoder.named_modules()
-        for pattern, kind in patterns.items()
-        if pattern.fullmatch(name)
-    ]
-    for name, module, kind in matches:
-        size: Any = module.out_features if kind == "colwise" else module.in_features
-        if size % mesh.size():
+    parts = dict(whole.get_decoder().named_modules())
+    for name, module in parts.items():
+        if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and [*module.parameters()]:
             raise ConfigError(
-                f"{name_of_model}: tp_size {mesh.size()} does not divide the "
-                f"{size} features of {name}"
+                f"{name_of_model} cannot be tensor parallel here ({name} sees "
+                "all heads): use fsdp2.yaml"
             )
-        if getattr(module, "lora_magnitude_vector", None):
-            raise ConfigError("tensor parallelism does not work with --use_dora")
-    for _, module, kind in matches:
-        adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
-        for matrix in (getattr(module, "base_layer", module), *adapters.values()):
-            make_whole(matrix)  # one by one: together, they may not fit
-            parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())
+    for name, module in parts.items():
+        for pattern, kind in patterns.items():
+            if pattern.fullmatch(name):
+                adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
+                for matrix in (getattr(module, "base_layer", module), *adapters.values()):
+                    make_whole(matrix)  # one by one: together, they may not fit
+                    parallelize_module(matrix.to(mesh.device_type), mesh, KINDS[kind]())
 
 
-def _plan_of(model: Any) -> tuple[nn.Module, Any, dict[str, str]]:
-    """(the module whose parts the plan names, its config, kinds of cuts by names, in which * stands
-    for a number).
-    """
-    if model.main_input_name != "pixel_values":
-        config = model.config.get_text_config()
-        plan = getattr(config, "base_model_tp_plan", None) or {}
-        # Some versions' plans cut tied embeddings, too.
-        return (
-            model.get_decoder(),
-            config,
-            {name: kind for name, kind in plan.items() if "*" in name},
-        )
-    if getattr(model.config, "model_type", "") not in IMAGE_MODELS:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be tensor parallel here, as {', '.join(IMAGE_MODELS)} "
-            "can: use fsdp2.yaml"
-        )
-    named = {
-        re.sub(r"\.\d+\.", ".*.", name): IMAGE_PLAN.get(name.rpartition(".")[2])
-        for name, _ in model.named_modules()
-    }
-    return model, model.config, {name: kind for name, kind in named.items() if kind and "*" in name}
-
-
-def _give_parameters(
-    optimizers: Iterable[Any], names: list[list[list[str]]], model: nn.Module
-) -> None:
-    """Let optimizers have a model's present parameters, by the names of each one's groups."""
+def give_parameters(optimizers: Iterable[Any], model: nn.Module) -> None:
+    """Let optimizers have a model's present parameters, by the names in their groups."""
     present = dict(model.named_parameters())
-    for optimizer, groups in zip(optimizers, names, strict=True):
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [present[name] for name in members]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [present[name] for name in group["param_names"]]
 
 
-def _one_mesh_a_group(optimizer: Any) -> None:
+def split_by_mesh(optimizer: Any) -> None:
     """Split parameter groups so that those of one group are sharded over the same ranks, as fused
     kernels require.
     """

@@ -13,7 +13,6 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.parallel import sharding
 from shared.parallel.strategy import Strategy
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError
@@ -43,14 +42,22 @@ class DeepSpeed(Strategy):
     )
     can_skip = False
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        # transformers makes whole models, the same on every rank, for DeepSpeed to cut: else its
+        # random draws would differ
+        unset_hf_deepspeed_config()
+
     def prepare(
-        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
         configure(self.accelerator, optimizers, options.max_grad_norm)
-        return super().prepare(model, optimizers, options, comm_hook)
+        return super().prepare(model, optimizers, options)
 
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
-        weights = sharding.sharding_shares(self.accelerator, model, [])
+        weights = super().shares(model, [])
         return weights | {"optimizer state": 1 / self.accelerator.num_processes}  # from stage 1 on
 
     def backward(self, loss: torch.Tensor, scale: float) -> None:
@@ -116,15 +123,6 @@ class DeepSpeed(Strategy):
         return True
 
 
-def make_whole_models() -> None:
-    """Have transformers make whole models, the same on every rank, for DeepSpeed to cut: its random
-    draws would differ.
-    """
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-
-
 def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
     """Give DeepSpeed the template's answers before `accelerator.prepare`.
 
@@ -132,42 +130,24 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
         ConfigError: the launch config has other answers, or DeepSpeed cannot work with these
             optimizers.
     """
-    if any(
-        p.dtype == torch.bfloat16
-        for o in optimizers
-        for group in o.param_groups
-        for p in group["params"]
-    ):
+    if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:  # bf16 weights' is own
         raise ConfigError(
-            "DeepSpeed keeps fp32 weights beside bf16 ones: drop "
-            "--weights_dtype bf16, or use fsdp2.yaml"
+            "under DeepSpeed only --optim adamw works, on fp32 weights: choose it, or fsdp2.yaml"
         )
-    if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
-        raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
-    if accelerator.mixed_precision == "fp16":
-        raise ConfigError("under DeepSpeed fp16's loss scale would not be in checkpoints: use bf16")
-    if accelerator.mixed_precision == "fp8":
-        raise ConfigError("fp8 works with ddp.yaml and fsdp2.yaml, not with DeepSpeed")
-    if accelerator.state.deepspeed_plugin.zero_stage == 0:
-        raise ConfigError("zero_stage is 0 in the launch config, which cuts nothing: use ddp.yaml")
+    if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
+        raise ConfigError(f"{precision} does not work with DeepSpeed: use bf16")
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     answers = {
-        "gradient_clipping": (max_grad_norm, f"--max_grad_norm is {max_grad_norm}"),
-        "gradient_accumulation_steps": (1, "accumulation follows from --global_batch_size"),
+        "gradient_clipping": (max_grad_norm, "--max_grad_norm"),
+        "gradient_accumulation_steps": (1, "accumulation for DeepSpeed"),
     }
     for key, (value, ours) in answers.items():
         theirs = settings.get(key, "auto")
         if theirs not in ("auto", None) and float(theirs) != value:
             raise ConfigError(
-                f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it "
-                "from the DeepSpeed config"
+                f"{key} is {theirs} in the DeepSpeed config, but {ours} is {value}: remove it there"
             )
         settings[key] = value
-    for section, flag in (("optimizer", "--optim"), ("scheduler", "--lr_scheduler_type")):
-        if section in settings:
-            raise ConfigError(
-                f"the DeepSpeed config has {section!r}, which {flag} decides: remove it there"
-            )
     # counts for DeepSpeed's own throughput log alone
     settings["train_micro_batch_size_per_gpu"] = 1
     # PyTorch's AdamW runs on offloaded state, and needs no compiler

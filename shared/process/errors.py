@@ -1,7 +1,6 @@
 """What a user is told: errors that end a run in one line with a stated exit code."""
 
 import re
-from typing import Any
 
 from shared.process.redaction import redact
 
@@ -57,36 +56,20 @@ def is_of_the_network(error: BaseException | None) -> bool:
     By names, since the libraries that raise these types need not be there.
     """
     names: set[str] = set()
-    codes: list[Any] = []
+    is_refused = False
     while error is not None:
-        names |= {
-            f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__
-        }
-        codes += [
-            getattr(getattr(error, "response", None), "status_code", 0),
-            getattr(error, "status", 0),
-        ]
+        names |= {kind.__name__ for kind in type(error).__mro__}
+        code = getattr(getattr(error, "response", None), "status_code", 0)
+        is_refused |= code in (408, 429) or code >= 500
         error = error.__cause__ or error.__context__
     # which `datasets` turns into a ConnectionError
-    if "huggingface_hub.OfflineModeIsEnabled" in names:
-        return False
-    return bool(names & _OF_THE_NETWORK) or any(
-        isinstance(code, int) and (code in (408, 429) or code >= 500) for code in codes
-    )
+    return "OfflineModeIsEnabled" not in names and (is_refused or bool(names & _OF_THE_NETWORK))
 
 
+# of Python, httpx, requests and aiohttp
 _OF_THE_NETWORK = {
-    "builtins.ConnectionError",
-    "builtins.TimeoutError",
-    "socket.gaierror",
-    "httpx.TransportError",
-    "httpx2.TransportError",
-    "aiohttp.ClientConnectionError",
-    "aiohttp.ClientPayloadError",
-    "requests.ConnectionError",
-    "requests.Timeout",
-    "requests.ChunkedEncodingError",
-    "urllib3.HTTPError",
+    *("ConnectionError", "TimeoutError", "gaierror", "TransportError", "Timeout"),
+    *("ClientConnectionError", "ClientPayloadError", "ChunkedEncodingError"),
 }
 
 

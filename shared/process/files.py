@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
@@ -112,22 +111,6 @@ NOT_REGULAR = (
 )
 
 
-def open_regular(path: Path, mode: str = "w") -> IO[Any]:
-    """`open` for a file to be written by a name that others can guess: no link is followed, no pipe
-    waited for.
-
-    Raises:
-        OSError: it is a link, a pipe or a device.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", name)
-        return descriptor
-
-    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -159,7 +142,7 @@ def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """
     if path.exists():
         temporary = path.with_name(f".{path.name}")
-        with open_regular(temporary) as kept:
+        with temporary.open("w", encoding="utf-8") as kept:
             kept.writelines(json.dumps(row) + "\n" for row in read_json_lines(path) if keep(row))
         temporary.replace(path)
 

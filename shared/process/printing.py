@@ -19,9 +19,6 @@ def quieten_imports() -> None:
     # how torchao registers its types; a package that is not needed
     for name in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # where DeepSpeed is installed; the summary says what a run is on
-    alarm = "Setting accelerator to CPU"
-    logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())
 
 
 def label(name: str) -> str:

@@ -95,27 +95,22 @@ def data_parallel_size() -> int:
         raise ConfigError(
             f"{world_size()} processes were launched, but the launch config's sizes are {product}"
         )
-    if env_flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] * sizes["sp_size"] == 1:
+    of_models = sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")
+    if sizes["cp_size"] > 1 or (sizes["sp_size"] > 1 and of_models):
         raise ConfigError(
-            "dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml"
+            "cp_size, and sp_size with tp_size or DeepSpeed, do not work: "
+            "use sequence_parallel.yaml or fsdp2_sequence_parallel.yaml"
         )
-    if sizes["cp_size"] > 1:
+    is_cut = sizes["dp_shard_size"] > 1
+    if env_flag("ACCELERATE_USE_FSDP"):
+        fits = is_cut or sizes["sp_size"] > 1
+    else:  # nothing would reduce gradients
+        fits = not is_cut and (sizes["dp_replicate_size"] == 1 or sizes["sp_size"] > 1)
+    if not fits:
         raise ConfigError(
-            "cp_size is not supported in the launch config: sp_size divides rows over ranks "
-            "(sequence_parallel.yaml)"
+            "dp_shard_size above 1 and FSDP need each other: use fsdp2.yaml or ddp.yaml"
         )
-    if sizes["sp_size"] > 1 and (sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")):
-        raise ConfigError("sp_size in the launch config does not work with tp_size and DeepSpeed")
-    if sizes["dp_shard_size"] > 1 and not env_flag("ACCELERATE_USE_FSDP"):
-        raise ConfigError(
-            "dp_shard_size needs FSDP: use fsdp2.yaml or fsdp2_sequence_parallel.yaml"
-        )
-    readers = sizes["dp_replicate_size"] * sizes["dp_shard_size"]
-    if readers > 1 and sizes["sp_size"] == 1 and not env_flag("ACCELERATE_USE_FSDP"):
-        raise ConfigError(
-            "dp_replicate_size needs FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml"
-        )
-    return readers
+    return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
 
 
 PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.process.errors import CleanExit, first_line
-from shared.process.files import discard, open_regular
+from shared.process.files import discard
 from shared.process.ranks import is_main_rank, rank
 from shared.process.redaction import redact
 
@@ -48,10 +48,6 @@ def clean_exit() -> Iterator[None]:
         if os.environ.get("SHOW_TRACEBACK"):  # for developers
             traceback.print_exc()
         sys.exit(end.exit_code)
-    except BrokenPipeError:  # what read the output has ended, as head does
-        # so that flushing at exit finds no closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
     except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -78,8 +74,7 @@ def record_end(folder: Path | str | None, error: BaseException | None, step: int
     path = Path(folder, "exit.json")
     temporary = Path(folder, f".tmp-exit-{rank()}")
     with contextlib.suppress(OSError):
-        with open_regular(temporary) as file:
-            file.write(json.dumps(content) + "\n")
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
         if not path.exists():
             temporary.rename(path)
     discard(temporary)
@@ -96,7 +91,7 @@ def stop_on_signals_before_training() -> None:
         signal.signal(number, _stop_before_training)
     if LAUNCHED:
         with contextlib.suppress(OSError):
-            Path(LAUNCHED, str(os.getpid())).write_text(start_of(os.getpid()), encoding="utf-8")
+            Path(LAUNCHED, str(os.getpid())).touch()
 
 
 @contextlib.contextmanager
@@ -120,21 +115,6 @@ def _stop_before_training(number: int, _frame: object) -> None:
         with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print
             os.write(2, f"{end}\n".encode())
     os._exit(143)
-
-
-def start_of(pid: int) -> str:
-    """When a process started, in clock ticks since the boot: with its id, this names it for good.
-
-    Empty where there is no such process, or no /proc.
-    """
-    with contextlib.suppress(OSError):
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[19]
-        )
-    return ""
 
 
 _PARENT = os.getppid()

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from shared.data import audit
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
-from shared.process.files import discard, open_regular
+from shared.process.files import discard
 from shared.process.printing import note
 from shared.run.checkpoint_files import checkpoints, facts_of
 from shared.run.exits import report_end_in
@@ -76,7 +76,7 @@ def _lock(folder: Path) -> None:
         return
     number = run_id(folder)  # refuse before anything is written
     try:
-        file = open_regular(folder / ".lock", "a+")
+        file = (folder / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output_dir {folder}: .lock cannot be written ({error.strerror})"

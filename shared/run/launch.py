@@ -28,7 +28,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.config.options import BatchConfig
-from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
@@ -115,8 +114,6 @@ def start(
         )
     if rehearsal and plugin and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero.make_whole_models()
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"{world_size} processes were launched but Accelerate sees "

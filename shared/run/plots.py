@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from shared.process.files import open_regular
-
 
 def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
     """Loss, scores of the validation, learning rate and throughput over steps, from a
@@ -38,6 +36,6 @@ def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     temporary = picture.with_name(".curves.png")
-    with open_regular(temporary, "wb") as file:
+    with temporary.open("wb") as file:
         figure.savefig(file, dpi=120, format="png")
     temporary.replace(picture)

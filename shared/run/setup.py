@@ -157,8 +157,7 @@ class Setup:
                 if group["lr"] != options.peak:
                     group.setdefault("lr_scale", group["lr"] / options.peak)
         if spread:
-            hook = self.config.speed.ddp_comm_hook
-            model, optimizers = self.strategy.prepare(model, optimizers, options, hook)
+            model, optimizers = self.strategy.prepare(model, optimizers, options)
         self.models[name] = model
         self.optimizers += optimizers
         if name == "model" and self.config.evaluation.ema_decay:

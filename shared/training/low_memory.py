@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.adamw import adamw
 
 from shared.parallel.gradients import local_part
 
@@ -42,7 +43,9 @@ class StochasticAdamW(torch.optim.Optimizer):
     a resumed run repeats.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -59,29 +62,30 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
-            step = int(state["step"])
-            (beta1, beta2) = group["betas"]
-            weight = local_part(parameter)
+            stored = [*map(local_part, (state["exp_avg"], state["exp_avg_sq"], parameter))]
+            mean, square, weight = exact = [value.float() for value in stored]
+            beta1, beta2 = group["betas"]
             gradient = local_part(parameter.grad).float()
-            mean = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-            square = (
-                local_part(state["exp_avg_sq"])
-                .float()
-                .mul_(beta2)
-                .addcmul_(gradient, gradient, value=1 - beta2)
+            adamw(
+                [weight],
+                [gradient],
+                [mean],
+                [square],
+                [],  # of AMSGrad
+                [state["step"]],
+                foreach=False,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
             )
-            root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-            new = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-            new.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
-            generator.manual_seed((1_000_003 * step + number) % 2**32)
-            for into, values in (
-                (state["exp_avg"], mean),
-                (state["exp_avg_sq"], square),
-                (parameter, new),
-            ):
-                round_stochastically(local_part(into), values, generator)
+            generator.manual_seed((1_000_003 * int(state["step"]) + number) % 2**32)
+            for into, values in zip(stored, exact, strict=True):
+                round_stochastically(into, values, generator)
 
 
 def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:

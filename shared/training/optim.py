@@ -14,6 +14,8 @@ from shared.process.errors import ConfigError
 from shared.training import low_memory
 from shared.training.muon import Muon
 
+DECAY = 0.2  # share of the run in which wsd decays
+
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step`, counted from 0, of `total_steps`.
@@ -32,7 +34,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
         return config.peak
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
-        decay_start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+        decay_start = max(warmup, total_steps - math.ceil(DECAY * total_steps))
     progress = (
         (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
     )
@@ -200,7 +202,6 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     adam: dict[str, Any] = {
         "lr": config.peak,
         "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
     }
     if any(p.dtype == torch.bfloat16 for p in (*matrices, *plain)):
         if config.optim != "adamw":

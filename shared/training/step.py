@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,15 +66,16 @@ class Step:
         self.means: dict[str, float] = {}  # logged values that are the same on all ranks
         self._losses: list[torch.Tensor] = []
         self.grad_norm: torch.Tensor | None = None
-        self._is_clipped = False  # since the last update
+        self._norm: torch.Tensor | None = None  # since the last update
         self.finite: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Batch]:
         """Read and yield each micro-batch. Gradients are reduced over ranks in the backward pass of
         the last.
         """
-        batches = self._read() if self._batches is None else self._batches
-        return accumulate(self.strategy.accelerator, self.models, batches, len(self.indices))
+        for i, batch in enumerate(self._read() if self._batches is None else self._batches):
+            with reduced(self.strategy.accelerator, self.models, last=i + 1 == len(self.indices)):
+                yield batch
 
     @property
     def batches(self) -> list[Batch]:
@@ -141,47 +142,26 @@ class Step:
             model: the model to clip; None: all prepared models together.
         """
         models = self.models if model is None else [model]
-        self.grad_norm = self.strategy.clip(models, max_norm)
-        self._is_clipped = True
+        self.grad_norm = self._norm = self.strategy.clip(models, max_norm)
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:
         """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient
         is not finite.
         """
-        norm = (
-            self.grad_norm
-            if self.grad_norm is not None and self._is_clipped
-            else self.clip_gradients(0)
-        )
-        self._is_clipped = False
+        norm = self.clip_gradients(0) if self._norm is None else self._norm
+        self._norm = None
         finite = self._verdict(self._losses, norm, self.indices)
         self.strategy.update(optimizers, finite, norm)
         self.finite = finite if self.finite is None else self.finite & finite
 
 
-def accumulate(
-    accelerator: Accelerator,
-    models: Sequence[nn.Module],
-    micro_batches: Iterable[Batch],
-    count: int,
-) -> Iterator[Batch]:
-    """Yield `count` micro-batches. Each goes forward and `backward` before the next. Every rank
-    calls this alike.
-
-    Gradients are reduced over ranks in the backward pass of the last. FSDP reduces in every one:
-    otherwise each rank would store unsharded gradients. HSDP reduces between its groups in the
-    last.
-    """
-    for i, batch in enumerate(micro_batches):
-        with reduced(accelerator, models, last=i + 1 == count):
-            yield batch
-
-
 @contextlib.contextmanager
 def reduced(accelerator: Accelerator, models: Sequence[nn.Module], *, last: bool) -> Iterator[None]:
-    """Reduce the gradients of a backward pass in this block only if it is the `last`: see
-    `accumulate`.
+    """Reduce the gradients of a backward pass in this block over ranks only if it is the `last`.
+
+    FSDP reduces in every one: otherwise each rank would store unsharded gradients. HSDP reduces
+    between its groups in the last.
     """
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
     faults.point("micro_batch")

@@ -91,11 +91,9 @@ class Replicas(Strategy):
         self.flights: dict[int, Flight] = {}  # by fragment
 
     def prepare(
-        self, model: nn.Module, optimizers: list[Any], options: OptimConfig, comm_hook: str = "none"
+        self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
-        model, optimizers = sharding.prepare(
-            self.accelerator, model, optimizers, comm_hook=comm_hook, replicas=True
-        )
+        model, optimizers = sharding.prepare(self.accelerator, model, optimizers, replicas=True)
         self.begin(model)
         return model, optimizers
 

@@ -179,7 +179,6 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
         ("--label -rate 1", "--label takes one value, not 2: -rate 1"),
         ("--label --rate 1", "--label needs a value"),
         ("--words", "--words needs a value"),
-        ("--words a -b", "--words: a value cannot begin with a dash"),
         ("--words a --words b", "--words is given twice"),
         ("--config a --config=b", "--config is given twice"),
         ("--config --rate 1", "--config needs a value"),
@@ -211,7 +210,6 @@ def test_a_mistake_on_the_command_line_is_one_line(argv, message):
         ("rate: [1, 2]", ":1: --rate takes one value, not 2: 1 2"),
         ("shuffle: 1", ":1: --shuffle is true or false, not '1'"),
         ("shape: square", ":1: --shape is one of round, flat"),
-        ("words: [--rate, '3']", ":1: --words: a value cannot begin with a dash"),
         ("words: ['']", ":1: --words is empty"),
         ("count:", ":1: --count is empty"),
         ("label:\n  a: 1\n", ":1: label: expected a value or a list of values; keys are flat"),
@@ -276,7 +274,7 @@ def test_what_only_whole_models_need_is_no_flag_of_adapters(templates):
     message = refused(configs.parse, templates.lora_finetune.Config, ["--adam_beta2", "0.95", "--async_save"])
     assert message.startswith("unknown flags --adam_beta2: 0.999 for adapters; full_finetune.py has the flag; --async_save")
     config = templates.lora_finetune.Config()
-    assert (config.optim.adam_beta2, config.speed.async_save) == (0.999, False) and len(configs.flags(type(config))) <= 72
+    assert (config.optim.adam_beta2, config.speed.async_save) == (0.999, False) and len(configs.flags(type(config))) <= 69
     assert {"adam_beta2", "layer_decay", "async_save"} <= configs.flags(templates.pretrain.Config).keys()
 
 
@@ -407,8 +405,8 @@ OUT_OF_RANGE = {
     "BatchConfig": "global_batch_size=-1 per_device_train_batch_size=0 per_device_eval_batch_size=-1 max_steps=-1 "
     "num_train_epochs=-0.5 seed=4294967296 dataloader_num_workers=-1",
     "FullOptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 warmup_steps=-1 "
-    "decay_ratio=-0.1 min_lr_ratio=2 max_grad_norm=-1 layer_decay=0 max_skipped_steps=-1 adam_epsilon=-1",
-    "SpeedConfig": "ddp_timeout=0",
+    "min_lr_ratio=2 max_grad_norm=-1 layer_decay=0 max_skipped_steps=-1",
+    "FullSpeedConfig": "ddp_timeout=0",
     "EvaluationConfig": "eval_steps=0 early_stopping_patience=-1 ema_decay=1",
     "CheckpointConfig": "save_steps=0 save_total_limit=0",
     "LogConfig": "logging_steps=0",

@@ -83,7 +83,7 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
 @pytest.mark.parametrize(
     ("config", "precision", "more"),
     [
-        ("ddp", "bf16", ["--optim", "muon", "--ddp_comm_hook", "bf16"]),
+        ("ddp", "bf16", ["--optim", "muon"]),
         ("ddp", "fp16", ["--gradient_checkpointing", "full"]),
         ("sequence_parallel", "bf16", ["--gradient_checkpointing", "offload", "--isolate_documents"]),
         ("fsdp2", "bf16", ["--async_save", "--ema_decay", 0.9, "--isolate_documents"]),

@@ -16,7 +16,6 @@ import transformers
 from PIL import Image
 from transformers import AutoModelForImageClassification, pipeline
 
-from shared.parallel.tensor import _plan_of
 from shared.process.errors import ConfigError
 from shared.run.tensors import saved_tensors
 from tests.conftest import Run, load_template, paint, run, run_here, save_classifier, slow
@@ -137,23 +136,6 @@ def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
     assert sharded.manifest(4)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert_same_learning(ddp, sharded, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("architecture", ["vit", "dinov2"])
-@pytest.mark.slow
-def test_blocks_are_cut_by_heads(base, architectures, tmp_path, architecture):
-    """Tensor parallelism learns what one process learns. Other families are refused, with the list of those that can."""
-    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
-    flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-3)
-    flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0")
-    one = run("image_classification", tmp_path / "one", *flags)
-    cut = run("image_classification", tmp_path / "cut", *flags, processes=2, config="tensor_parallel")
-    assert cut.manifest(4)["strategy"] == "TP 2 on cpu, fp32"
-    assert all(held < 0.75 for held in cut.manifest(4)["held"].values())
-    other = transformers.AutoConfig.from_pretrained(architectures / "convnext")
-    with pytest.raises(ConfigError, match=r"cannot be tensor parallel here, as vit, deit, dinov2, .* can: use fsdp2"):
-        _plan_of(transformers.AutoModelForImageClassification.from_config(other))
-    assert_same_learning(one, cut, tolerance=1e-4)
 
 
 def test_batchnorm_of_each_process_is_told_and_measured_as_saved(base, architectures, tmp_path):

@@ -51,13 +51,10 @@ def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
 
 
 @pytest.mark.parametrize(("count", "heads"), [(2, 3), (8, 12)])
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_do(monkeypatch, count, heads):
+def test_heads_that_do_not_divide_are_refused(monkeypatch, count, heads):
     monkeypatch.setattr(ranks, "sequence_ranks", lambda: count)
     states = [torch.zeros(1, heads, 4, 8)] * 3
-    sizes = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
-    with pytest.raises(
-        ConfigError, match=f"sp_size {count} does not divide the model's {heads} attention heads: {sizes} would"
-    ):
+    with pytest.raises(ConfigError, match=f"sp_size {count} does not divide the model's {heads} attention heads"):
         sequence.attend_by_heads(lambda *_: None, None, states, None)
 
 
@@ -143,11 +140,11 @@ def test_sizes_that_do_not_go_together_are_refused(monkeypatch):
     assert (ranks.data_parallel_size(), ranks.sequence_ranks()) == (2, 2)
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    with pytest.raises(ConfigError, match="sp_size in the launch config does not work with tp_size and DeepSpeed"):
+    with pytest.raises(ConfigError, match="sp_size with tp_size or DeepSpeed, do not work"):
         ranks.data_parallel_size()
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="cp_size is not supported in the launch config"):
+    with pytest.raises(ConfigError, match=r"cp_size, .* do not work"):
         ranks.data_parallel_size()

@@ -208,9 +208,8 @@ def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config)
         ("pretrain", "deepspeed_zero2", "no", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
         ("lora_finetune", "tensor_parallel", "no", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
         slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit does not work with tensor"),
-        slow("full_finetune", "deepspeed_zero2", "no", ("--weights_dtype", "bf16"), "DeepSpeed keeps fp32 weights"),
+        slow("full_finetune", "deepspeed_zero2", "no", ("--weights_dtype", "bf16"), "adamw works, on fp32 weights"),
         slow("pretrain", "tensor_parallel", "fp8", (), "tensor parallelism does not work with fp8"),
-        slow("pretrain", "fsdp2", "no", ("--ddp_comm_hook", "bf16"), "--ddp_comm_hook needs the processes of ddp.yaml"),
     ],
 )
 def test_what_a_strategy_cannot_do_is_one_line(flags, tmp_path, template, config, precision, extra, message):
@@ -241,7 +240,6 @@ def test_one_process_rehearses_what_it_is_launched_as(flags, reference, tmp_path
 @pytest.mark.parametrize(
     ("kind", "shape", "ranks", "message"),
     [
-        ("Llama", {"intermediate_size": 65}, 2, "tp_size 2 does not divide the 65 features of layers.0.mlp.gate_proj"),
         ("GPTNeoX", {"num_attention_heads": 3, "hidden_size": 48}, 2, "3 attention heads, which tp_size 2 does not divide"),
         ("Phi", {"qk_layernorm": True}, 2, "q_layernorm sees all heads"),
     ],
@@ -253,14 +251,6 @@ def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
     with pytest.raises(ConfigError, match=message):
         tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
-
-
-@pytest.mark.slow
-def test_gradients_reduced_in_16_bits_are_nearly_those_in_32(flags, reference, tmp_path):
-    given = (*flags["pretrain"], "--per_device_train_batch_size", 2, "--ddp_comm_hook", "bf16")
-    done = run("pretrain", tmp_path / "ddp", *given, processes=2)
-    losses, exact = done.losses, reference["pretrain"].losses
-    assert losses != exact and losses == pytest.approx(exact, rel=2e-3)  # bf16 keeps 8 bits of each gradient
 
 
 @pytest.mark.slow

@@ -60,9 +60,9 @@ def test_no_value_has_two_owners(monkeypatch, variables, message):
 @pytest.mark.parametrize(
     ("sizes", "sharded", "message"),
     [
-        ({"tp_size": 2, "dp_shard_size": 2}, False, "dp_shard_size needs FSDP"),
-        ({"dp_replicate_size": 4}, True, "FSDP has nothing to cut"),
-        ({"dp_shard_size": 2, "cp_size": 2}, True, "cp_size is not supported in the launch config: sp_size divides rows"),
+        ({"tp_size": 2, "dp_shard_size": 2}, False, "dp_shard_size above 1 and FSDP need each other"),
+        ({"dp_replicate_size": 4}, True, "dp_shard_size above 1 and FSDP need each other"),
+        ({"dp_shard_size": 2, "cp_size": 2}, True, "cp_size, .* do not work: use sequence_parallel.yaml"),
     ],
 )
 def test_sizes_that_would_train_something_else_are_refused(monkeypatch, sizes, sharded, message):
