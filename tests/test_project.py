@@ -141,9 +141,7 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
     assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
-    assert (
-        done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; a checkout " in done.stderr
-    )
+    assert done.returncode == 2 and "no command 'plan': there is run, upgrade, verify-resume; a checkout " in done.stderr
 
 
 def test_nothing_is_overwritten(tmp_path):

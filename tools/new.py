@@ -19,7 +19,7 @@ from shared.commands.upgrade import RECORD
 from shared.process.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[1]
-COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared` in a project
+COMMANDS = ("run", "verify_resume", "upgrade")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
     "grpo": "sequence_parallel",

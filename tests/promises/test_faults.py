@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.commands.run import kill
 from shared.commands.verify_resume import compare
-from shared.data import audit
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
+from tests import audit
 from tests.conftest import ACCELERATE, ROOT, Run, command, launch_environment, run, run_here, slow
 
 STEPS = 8

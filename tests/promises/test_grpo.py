@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shared.commands.verify_resume import compare
-from shared.data import audit
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
+from tests import audit
 from tests.conftest import Run, load_template, run, run_here, slow
 
 LOGGED = ("loss", "grad_norm", "reward", "reward/correct", "answer_tokens", "equal_groups", "entropy", "cut_answers")
