@@ -294,7 +294,7 @@ class Logger:
         if self.profiler is not None:
             self.profiler.close()
         self.draw(now=True)
-        wait_for_main()  # which may still write
+        wait_for_main("the main rank is done")  # which may still write
         self.accelerator.wait_for_everyone()  # the next takes the process group down
         self.tracker.close()
 
