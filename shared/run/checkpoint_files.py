@@ -17,6 +17,7 @@ from shared.process.printing import note
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
 FORMAT = 5
+FIXED = {"global_batch_size", "mix_weights"}  # settings that no --allow_changed allows
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -221,6 +222,11 @@ def refuse_changes(
         allowed: names of settings that may differ.
         fits: whether its weights fit this run's model; None where that is not known yet.
     """
+    if fixed := sorted(changed.keys() & FIXED):
+        raise ConfigError(
+            f"{folder}: --{fixed[0]} cannot change within a run, since samples would be repeated "
+            "or skipped: train its final/ further in another --output_dir"
+        )
     if refused := sorted(changed.keys() - allowed):
         condition = "" if fits else ", if its weights fit this model,"
         allow = f", or{condition} --allow_changed {' '.join(refused)}"

@@ -295,8 +295,7 @@ class Setup:
         saver = self._saver(fingerprint)
         state = saver.resume(config.checkpoint.resume_from_checkpoint)
         if state.place:
-            longer = train.resume(state.step, state.place)
-            total_steps += longer if config.batch.max_steps is None else 0
+            train.resume(state.place)
         rate = optim.learning_rate(config.optim, state.step, total_steps)
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(
@@ -331,9 +330,7 @@ class Setup:
         config = self.config
         batch = rows.pop("batch", None)
         epoch = train.steps_per_epoch
-        epochs = ""
-        if epoch:
-            epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
+        epochs = f", {total_steps / epoch:.2f} epochs" if epoch else ""
         if isinstance(order := getattr(train, "order", None), Mixture):
             rows["mixture"] = order.describe(total_steps)
         shares = self.strategy.shares(self.models["model"], self.optimizers)
