@@ -166,12 +166,15 @@ class EvenSubset(Subset):
     evaluation.
     """
 
+    dataset: Any
+    indices: Any  # [count] int64
+
     def __init__(self, samples: Any, count: int) -> None:
-        places = np.linspace(0, len(samples) - 1, min(count, len(samples)))
-        super().__init__(samples, places.round().astype(np.int64))  # type: ignore[arg-type]
+        places = np.linspace(0, len(samples) - 1, min(count, len(samples))).round()
+        super().__init__(samples, places.astype(np.int64))  # type: ignore[arg-type]
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return self.dataset.num_targets(self.indices[indices])  # type: ignore[attr-defined, call-overload, no-any-return]
+        return self.dataset.num_targets(self.indices[indices])
 
 
 def seed_all(*key: int, devices: bool = True) -> None:
