@@ -200,7 +200,10 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
 def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
     """The records from the cursor on, of a file that can be read from its start only."""
     if first := cursor.number:
-        note(f"{path}: is read from its start to record {first:,}, where the run continues")
+        note(
+            f"{path}: has no index, so it is read from its start to record {first:,}, where the "
+            "run continues"
+        )
     for cursor.number, record in enumerate(records):
         if cursor.number >= first:
             yield record

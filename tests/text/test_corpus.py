@@ -321,7 +321,7 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    assert not list((tmp_path / "cache/corpus").iterdir())
+    assert {path.suffix for path in (tmp_path / "cache/corpus").iterdir()} == {".lock"}
 
 
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
