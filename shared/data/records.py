@@ -417,8 +417,9 @@ def load_hub(
 
     dataset = load_dataset(name, config_name, split=split, streaming=streaming)
     with _one_line(f"--dataset_name {name} (split {split})"):
-        # no image is opened
-        dataset = (dataset if streaming else dataset.to_iterable_dataset()).decode(False)
+        dataset = dataset if streaming else dataset.to_iterable_dataset()
+        if dataset.features:  # else it holds plain JSON
+            dataset = dataset.decode(False)  # no image is opened
         features = dataset.features or datasets.Features()
         classes = {key: getattr(of, "feature", of) for key, of in features.items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
