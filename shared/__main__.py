@@ -11,7 +11,7 @@ from shared.process.signals import clean_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 # in tools/, which only a checkout of the templates has
-TOOLS = ("new", "plan", "recipes", "selftest", "shrink")
+TOOLS = ("new", "plan", "recipes", "audit", "selftest", "shrink")
 
 
 def commands() -> dict[str, Path]:

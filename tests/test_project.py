@@ -140,7 +140,7 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
     done = shared("plan", cwd=folder, check=False)
-    assert done.returncode == 2 and "no command 'plan': there is audit, run, verify-resume; a checkout " in done.stderr
+    assert done.returncode == 2 and "no command 'plan': there is run, verify-resume; a checkout " in done.stderr
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from shared.process.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[1]
-COMMANDS = ("run", "verify_resume", "audit")  # of `python -m shared` in a project
+COMMANDS = ("run", "verify_resume")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
     "grpo": "sequence_parallel",

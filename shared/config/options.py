@@ -280,7 +280,7 @@ class LogConfig:
     # Optimizer steps between logged values, which are means over them (the first step has its own);
     # if not given, 10, and fewer in a run of under 200
     logging_steps: Free[Count | None] = None
-    # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
+    # Write down which samples each step used, in audit/ of the run's folder
     audit_data: Free[bool] = False
     # Trace three steps after the first six, write profile.json, and print what took long
     profile: Free[bool] = False

@@ -1,22 +1,16 @@
-"""Records which samples each optimizer step used, and checks them afterwards over all restarts of a
-run.
-"""
+"""Records which samples each optimizer step used, over all restarts of a run."""
 
 import json
-import math
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from shared.data.loader import Window
 from shared.process import ranks
-from shared.process.errors import ConfigError
-from shared.process.files import read_json_lines
+from shared.process.files import keep_json_lines, read_json_lines
 
 FOLDER = "audit"
-Of = int | None | dict[str, int]  # samples of an epoch; of a mixture: of each source
 
 
 class Recorder:
@@ -33,14 +27,7 @@ class Recorder:
         if accelerator.is_main_process:
             folder.mkdir(exist_ok=True)
             for path in folder.glob("rank-*.jsonl"):
-                kept = [
-                    json.dumps(line) + "\n"
-                    for line in read_json_lines(path)
-                    if line.get("step", step + 1) <= step
-                ]
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(kept), encoding="utf-8")
-                temporary.replace(path)
+                keep_json_lines(path, lambda line: line.get("step", step + 1) <= step)
         accelerator.wait_for_everyone()
         alike = accelerator.num_processes // ranks.data_parallel_size()  # ranks that read the same
         self.file = None
@@ -52,110 +39,17 @@ class Recorder:
     def write(self, step: int, window: Window) -> None:
         """Note this rank's samples of the step that was just done."""
         if self.file is not None:
-            samples = [int(i) for i in window.indices.flat if i >= 0]
+            samples = window.indices[window.indices >= 0].tolist()
             sizes = {name: size for name, (size, _) in window.sources.items()}  # of a mixture
             counts = {"of": sizes or window.epoch_samples, "all": window.num_samples}
             line = {"step": step, "epoch": window.epoch, **counts, "samples": samples}
             self.file.write(json.dumps(line) + "\n")
 
 
-@dataclass
-class Findings:
-    """What an audit saw."""
-
-    steps: int = 0
-    # distinct samples used, of how many
-    epochs: dict[int, tuple[int, int | None]] = field(default_factory=dict)
-    # of a mixture: samples used, of how many
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
-def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, Of, list[int]]]:
-    """(epoch, samples of an epoch or of each source, sorted samples of all ranks) of each step.
-
-    Raises:
-        ConfigError: the run was not audited, or a line is not what `Recorder` writes.
-    """
-    files = sorted((run_dir / FOLDER).glob("rank-*.jsonl"))
-    if not files:
-        raise ConfigError(f"{run_dir}: no {FOLDER}/ in it; train with --audit_data")
-    steps: dict[int, tuple[int, Of, list[int]]] = {}
-    sizes: dict[int, int] = {}  # samples of each step over all ranks
-    for path in files:
+def samples_of_steps(run_dir: Path) -> dict[int, list[int]]:
+    """The samples of each step over all ranks, sorted."""
+    samples: dict[int, list[int]] = defaultdict(list)
+    for path in (run_dir / FOLDER).glob("rank-*.jsonl"):
         for line in read_json_lines(path):
-            try:
-                steps.setdefault(line["step"], (line["epoch"], line["of"], []))[2].extend(
-                    line["samples"]
-                )
-                sizes[line["step"]] = line["all"]
-            except (KeyError, TypeError):
-                raise ConfigError(
-                    f"{path}: {json.dumps(line)[:80]} is not a line of an audit"
-                ) from None
-    lacking = [
-        step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]
-    ]
-    if lacking:
-        raise ConfigError(
-            f"{run_dir}: the records of some ranks are missing for steps {_some(lacking)}"
-        )
-    return {
-        step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())
-    }
-
-
-def check(run_dir: Path) -> Findings:
-    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all
-    restarts.
-
-    The sources of a mixture have epochs of their own.
-    """
-    steps = samples_of_steps(run_dir)
-    findings = Findings(len(steps))
-    missing = sorted(set(range(1, max(steps, default=0) + 1)) - set(steps))
-    if missing:
-        findings.problems.append(f"{_some(missing)}: no record of these steps")
-    used: dict[int, Counter[int]] = defaultdict(Counter)
-    for epoch, of, samples in steps.values():
-        if isinstance(of, dict):
-            _check_sources(findings, of, [samples for _, _, samples in steps.values()])
-            return findings
-        used[epoch].update(samples)
-        findings.epochs[epoch] = (len(used[epoch]), of)
-    for epoch, counts in used.items():
-        if twice := sorted(sample for sample, count in counts.items() if count > 1):
-            findings.problems.append(f"epoch {epoch}: used more than once: samples {_some(twice)}")
-        distinct, of = findings.epochs[epoch]
-        if epoch < max(used) and of is not None and distinct != of:
-            findings.problems.append(
-                f"epoch {epoch}: {of - distinct} of {of} samples were never used"
-            )
-    return findings
-
-
-def _check_sources(findings: Findings, sources: dict[str, int], steps: list[list[int]]) -> None:
-    """Whether all samples of each source of a mixture were used before one of them came again."""
-    start = 0
-    for name, size in sources.items():
-        times = Counter[int]()
-        twice = set[int]()
-        own = range(start, start + size)
-        for samples in steps:
-            times.update(mine := [sample for sample in samples if sample in own])
-            most = math.ceil(times.total() / size)
-            twice.update(sample for sample in mine if times[sample] > most)
-        if twice:
-            findings.problems.append(
-                f"{name}: used more than once in an epoch: samples {_some(sorted(twice))}"
-            )
-        if missing := [sample for sample in own if times[sample] < times.total() // size]:
-            findings.problems.append(f"{name}: not used in each epoch: samples {_some(missing)}")
-        findings.sources[name] = (times.total(), size)
-        start += size
-
-
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (
-        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    )
+            samples[line["step"]] += line["samples"]
+    return {step: sorted(samples[step]) for step in sorted(samples)}

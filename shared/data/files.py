@@ -1,56 +1,17 @@
 """Files that a flag names."""
 
-import bz2
 import glob
-import gzip
 import io
-import lzma
 import os
-import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from operator import attrgetter
-from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
-from urllib.parse import urlsplit
+from pathlib import Path, PurePath
+from typing import BinaryIO, TextIO
 
-from shared.process.errors import ConfigError, first_line
-from shared.process.files import NOT_REGULAR
+from shared.process.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hf", "http", "https")
-ARCHIVES = (
-    ".7z",
-    ".bz2",
-    ".gz",
-    ".lz4",
-    ".rar",
-    ".tar",
-    ".tbz2",
-    ".tgz",
-    ".txz",
-    ".xz",
-    ".zip",
-    ".zst",
-)
-PACKED = "an archive or compressed file: unpack it first, and name what was in it"
-# A compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes.
-FREE = 2**25
-RATIO = 500
-RECORD = 2**28
-
-
-def _open_zstd(file: Any) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(file, "zstd")
-
-
-COMPRESSED: dict[str, Any] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+ARCHIVES = (".tar", ".tgz", ".xz", ".zip")
 
 
 def name_inside(path: PurePath) -> PurePath:
@@ -58,130 +19,62 @@ def name_inside(path: PurePath) -> PurePath:
     return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
 
-class DataFile(io.RawIOBase):
-    """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line
-    when a record begins.
+def open_bytes(path: Path) -> BinaryIO:
+    """The bytes of a file, unpacked if it is compressed.
+
+    Raises:
+        OSError: it cannot be read, here or later.
     """
+    codec = COMPRESSED.get(path.suffix.lower())
+    if codec is None:
+        return path.open("rb", buffering=2**17)
+    import pyarrow
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.unpacked = 0  # bytes given so far
-        self.record = 0  # and those since the record began
-        self.line = 1
-        self.file: Any = path.open("rb", buffering=0)
-        self.stream = (
-            COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
-        )
+    return io.BufferedReader(pyarrow.CompressedInputStream(path.open("rb"), codec), 2**17)
 
-    def text(self, newline: str | None = None) -> io.TextIOWrapper:
-        buffer = io.BufferedReader(self, 2**17)
-        return io.TextIOWrapper(buffer, encoding="utf-8-sig", newline=newline)
 
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        getattr(self, "file", io.BytesIO()).close()  # none if it could not be opened
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        if self.stream is None:
-            return self.file.readinto(buffer)
-        try:
-            size = self.stream.readinto(buffer)
-        except Exception as error:  # each library raises types of its own
-            raise ConfigError(
-                f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})"
-            ) from None
-        self.unpacked += size
-        self.record += size
-        if self.unpacked > FREE + RATIO * self.file.tell():
-            raise ConfigError(
-                f"{self.path}: unpacks to more than {RATIO} times its size; if you "
-                "trust it, unpack it first"
-            )
-        if self.record > RECORD:
-            raise ConfigError(
-                f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one "
-                "record; unpack the file first"
-            )
-        return size
+def open_text(path: Path, newline: str | None = None) -> TextIO:
+    """Its text."""
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline=newline)
 
 
 def is_url(name: str) -> bool:
     return "://" in name
 
 
-def check_url(url: str, *, flag: str) -> None:
-    """Refuse a URL that does not name one file of data. Nothing is asked of the network.
-
-    Raises:
-        ConfigError: another scheme, a folder, a glob or an archive.
-    """
-    scheme = url.partition("://")[0]
-    path = urlsplit(url).path
-    if scheme not in SCHEMES:
-        raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
-    if re.search(r"[*\[]|/$|^$", path):
-        raise ConfigError(f"--{flag} {url}: a URL names one file: no folder and no glob")
-    if _is_packed(PurePosixPath(path)):
-        raise ConfigError(f"--{flag} {url}: {PACKED}")
-
-
-def find_files(
-    paths: Sequence[str | Path],
-    *,
-    flag: str,
-    quick: bool = False,
-    tars: bool = False,
-) -> list[Path]:
+def find_files(paths: Sequence[str | Path], *, flag: str) -> list[Path]:
     """The files that a flag names, sorted: files, folders (all below, hidden ones left out), globs.
 
-    `quick`: of a folder, some files are enough. `tars`: tar files are no archives to be refused.
-
     Raises:
-        ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that
-            cannot be read.
+        ConfigError: a path that names nothing, a pipe, or a folder that cannot be read.
     """
     files: list[Path] = []
     for named in paths:
         if os.path.isdir(named):
-            below = (Path(folder, name) for folder, names in walk(named) for name in names)
-            enough = islice(below, 1000 if quick else None)
-            files += sorted(enough, key=attrgetter("parts"))  # the order of paths, but faster
-        elif os.path.exists(named):
-            files.append(named if isinstance(named, Path) else Path(named))
+            below = [Path(folder, name) for folder, names in walk(named) for name in names]
+            files += sorted(below, key=attrgetter("parts"))  # the order of paths, but faster
         else:
-            matches = sorted(filter(os.path.isfile, glob.glob(str(named), recursive=True)))
-            if not matches:
-                raise ConfigError(f"--{flag} {named}: no such file")
-            files += map(Path, matches)
+            files += matching(named, flag=flag)
     if not files:
         raise ConfigError(f"--{flag} {' '.join(map(str, paths))}: the folder holds no files")
     for file in files:
         if not file.is_file():
-            reason = NOT_REGULAR if file.exists() else "a link to nothing"
-            raise ConfigError(f"--{flag} {file}: {reason}")
-        if tars and file.suffix.lower() == ".tar":
-            continue
-        if _is_packed(file) or flag == "dataset_name":
-            refuse_archive(file, flag=flag)
-    if all(file.stat().st_size == 0 for file in files):
-        raise ConfigError(f"{files[0]}: the file is empty")
+            raise ConfigError(f"--{flag} {file}: not a regular file")
     return files
 
 
-def _is_packed(path: PurePath) -> bool:
-    """Whether readers cannot take it: an archive, or compressed twice."""
-    suffix = path.suffix.lower()
-    inner = name_inside(path).suffix.lower()
-    return suffix in ARCHIVES and (suffix == inner or inner in (*ARCHIVES, ".parquet"))
+def matching(named: str | Path, *, flag: str) -> list[Path]:
+    """The file or folder of a name, or the files of a glob, sorted.
 
-
-def refuse_archive(path: Path, *, flag: str) -> None:
-    """Raise a ConfigError for an archive or a compressed file."""
-    if path.suffix.lower() in ARCHIVES:
-        raise ConfigError(f"--{flag} {path}: {PACKED}")
+    Raises:
+        ConfigError: there is none.
+    """
+    if os.path.exists(named):
+        return [named if isinstance(named, Path) else Path(named)]
+    matches = sorted(filter(os.path.isfile, glob.glob(str(named), recursive=True)))
+    if not matches:
+        raise ConfigError(f"--{flag} {named}: no such file")
+    return [Path(name) for name in matches]
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
@@ -194,21 +87,16 @@ def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
         ConfigError: a folder that cannot be read.
     """
 
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+
+    def shown(names: list[str]) -> list[str]:
+        return sorted(name for name in names if not name.startswith("."))
+
     seen = {str(path) for path in Path(root).resolve().parents}
-    left = [os.fspath(root)]
-    while left:
-        place = left.pop()
-        if (real := os.path.realpath(place)) in seen:
-            continue
-        seen.add(real)
-        folders: list[str] = []
-        files: list[str] = []
-        try:
-            with os.scandir(place) as entries:
-                for entry in entries:
-                    if not entry.name.startswith("."):
-                        (folders if entry.is_dir() else files).append(entry.name)
-        except OSError as error:
-            raise ConfigError(f"{place}: {error.strerror}") from None
-        yield place, sorted(files)
-        left += [os.path.join(place, name) for name in sorted(folders, reverse=True)]
+    for place, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else shown(folders)
+        if real not in seen:
+            seen.add(real)
+            yield place, shown(files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from shared.data import records
 from shared.data.order import IGNORED, permute
 from shared.process.errors import ConfigError
-from shared.process.printing import note
 
-EXPECTED = "expected a name or a number"
+EXPECTED = "expected a name or a number; --problem_type multi_label takes lists and name|name"
 
 
 @dataclass(frozen=True)
@@ -187,18 +186,16 @@ def read_labels(
         ConfigError: a label that is none, with its place.
     """
 
-    def each_by(read: Callable[[Any, Any], Any]) -> list[Any]:
-        labels = []
-        for number, label in enumerate(raw):
-            try:
-                labels.append(read(label, problem_type))
-            except ValueError as error:
-                raise ConfigError(f"{where(number)}: {error}") from None
-        return labels
-
+    labels: list[Any] = []
+    for number, label in enumerate(raw):
+        try:
+            is_number = problem_type == "regression"
+            labels.append(_number(label) if is_number else _names(label, problem_type))
+        except ValueError as error:
+            raise ConfigError(f"{where(number)}: {error}") from None
     if problem_type == "regression":
-        return Labels(problem_type, ("LABEL_0",), np.array(each_by(_number), np.float32))
-    names: list[tuple[str, ...]] = each_by(_names)
+        return Labels(problem_type, ("LABEL_0",), np.array(labels, np.float32))
+    names: list[tuple[str, ...]] = labels
     classes = in_order({name for of_one in names[:trained] for name in of_one})
     number_of = {name: number for number, name in enumerate(classes)}
     for number in range(len(names) if trained is None else trained, len(names)):
@@ -223,67 +220,46 @@ def _names(label: Any, problem_type: str | None) -> tuple[str, ...]:
         ValueError: it is no label.
     """
     label = label.strip() if isinstance(label, str) else label  # CSV keeps the space after a comma
+    names = [label]
     if problem_type == "multi_label":
-        return _several_names(label)
-    if isinstance(label, list):
-        raise ValueError(f"the label is a list, {EXPECTED}; --problem_type multi_label takes lists")
-    if not isinstance(label, str | int) or label == "":
-        is_open = label == "" and problem_type is None
-        several = (
-            "; samples with several labels, or none: --problem_type multi_label" if is_open else ""
-        )
-        raise ValueError(f"the label is {records.kind(label)}, {EXPECTED}{several}")
-    if isinstance(label, str) and "|" in label and problem_type is None:
+        if isinstance(label, str):
+            if set(",;") & set(label) and "|" not in label:
+                raise ValueError(
+                    f"the label is {label!r}: write name|name for several, and a list "
+                    "for one with a comma"
+                )
+            label = label.split("|") if label else []
+        names = label if isinstance(label, list) else [label]
+        names = [name.strip() if isinstance(name, str) else name for name in names]
+    elif problem_type is None and isinstance(label, str) and "|" in label:
         raise ValueError(
             f"the label is {label!r}: for several labels add --problem_type "
-            "multi_label, for one of this name "
-            "--problem_type single_label"
+            "multi_label, for one of this name --problem_type single_label"
         )
-    return (str(label),)
-
-
-def _several_names(label: Any) -> tuple[str, ...]:
-    if isinstance(label, str):
-        if set(",;") & set(label) and "|" not in label:
-            raise ValueError(
-                f"the label is {label!r}: write name|name for several, and a list "
-                "for one with a comma"
-            )
-        label = label.split("|") if label else []
-    names = [label] if isinstance(label, int) else label
-    if not isinstance(names, list):
-        raise ValueError(
-            f"the label is {records.kind(names)}, expected a list of names, or text: name|name"
-        )
-    names = [name.strip() if isinstance(name, str) else name for name in names]
     for name in names:
         if not isinstance(name, str | int) or name == "":
-            raise ValueError(f"one of the labels is {records.kind(name)}, {EXPECTED}")
+            raise ValueError(f"the label is {records.kind(name)}, {EXPECTED}")
     return tuple(sorted({str(name) for name in names}))
 
 
-def _number(label: Any, _problem_type: str) -> float:
+def _number(label: Any) -> float:
     """The label of a regression.
 
     Raises:
         ValueError: it is no number, or one that marks rows without a label.
     """
     number = _as_number(label)
-    if number == IGNORED:
+    if number is None or not math.isfinite(number) or number == IGNORED:
         raise ValueError(
-            f"the label is {label!r}, which marks rows without a label: rescale the labels"
+            f"the label is {label!r}, expected a number, not {IGNORED}: it marks rows without one"
         )
-    if number is None or not math.isfinite(number):
-        raise ValueError(f"the label is {label!r}, expected a number")
     return number
 
 
 def _as_number(label: Any) -> float | None:
-    if isinstance(label, bool) or not isinstance(label, int | float | str):
-        return None
     try:
-        return float(label)
-    except ValueError:
+        return None if isinstance(label, bool) else float(label)
+    except (TypeError, ValueError):
         return None
 
 
@@ -304,26 +280,6 @@ def in_order(classes: Iterable[str]) -> list[str]:
     return sorted(
         classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
     )
-
-
-def warn_of_joined(classes: Collection[str], problem_type: str) -> None:
-    """Note classes whose names are those of other classes, joined: several labels of a sample that
-    were not told apart.
-    """
-    for separator in (" ", ",", ";", "/", "+", "&"):
-        parts = {
-            name: [part.strip() for part in name.split(separator)]
-            for name in classes
-            if separator in name
-        }
-        joined = [name for name, some in parts.items() if all(part in classes for part in some)]
-        if len(joined) > 1:
-            add = "" if problem_type == "multi_label" else " and add --problem_type multi_label"
-            note(
-                f"warning: {len(joined)} classes, such as {joined[0]!r}, look like several labels "
-                "that are joined: write "
-                f"{'|'.join(parts[joined[0]])}{add}"
-            )
 
 
 def rarest(hot: np.ndarray) -> np.ndarray:

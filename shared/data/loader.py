@@ -5,9 +5,8 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from itertools import islice
 from multiprocessing.sharedctypes import RawValue
@@ -42,6 +41,7 @@ def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(position_ids == 0), position_ids.size).astype(np.int32)
 
 
+@dataclass
 class MicroBatches:
     """Micro-batches that are read when they are asked for, and not kept: memory does not grow with
     their number.
@@ -50,9 +50,8 @@ class MicroBatches:
         RuntimeError: someone goes through them a second time.
     """
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches = batches
-        self.is_taken = False
+    batches: Iterator[Batch]
+    is_taken: bool = False
 
     def __iter__(self) -> Iterator[Batch]:
         if self.is_taken:
@@ -97,28 +96,21 @@ class Window:
     indices: np.ndarray
     # of a mixture: see `Order.used`, after this step
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # JSON, where the data go on after this step; goes into checkpoints
+    # JSON, of a stream: where it goes on after this step; goes into checkpoints
     place: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
 class _Rows:
     """Micro-batches by their keys (index, epoch). Index -1 gives a row that has the shape of the
     first and no targets.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Callable[[list[Row]], Batch],
-        transform: Callable[[Row], Row] | None,
-        seed: int,
-        cut: Callable[[Batch], Batch],
-    ) -> None:
-        self.samples = samples
-        self.collate = collate
-        self.transform = transform
-        self.seed = seed
-        self.cut = cut
+    samples: Samples
+    collate: Callable[[list[Row]], Batch]
+    transform: Callable[[Row], Row] | None
+    seed: int
+    cut: Callable[[Batch], Batch]
 
     def row(self, index: int, epoch: int) -> Row:
         row = self.samples[max(index, 0)]
@@ -141,7 +133,7 @@ class _Rows:
                 )
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
-    def __call__(self, keys: list[tuple[int, int]]) -> Batch:
+    def __call__(self, keys: list[list[int]]) -> Batch:
         # A step that reads in its own process goes on to draw what it would draw without.
         with draws_kept() if self.transform else contextlib.nullcontext():
             return self.batch([self.row(*key) for key in keys])
@@ -214,11 +206,6 @@ def _workers(
     """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items.
     Reads them as needed.
     """
-    if num_workers and sys.platform == "linux" and not os.path.isdir("/dev/shm"):
-        raise ConfigError(
-            "processes that read data need /dev/shm, which is missing here: mount it, or give "
-            "--dataloader_num_workers 0 and --preprocessing_num_workers 1"
-        )
     return DataLoader(
         _Work(work),
         batch_sampler=items,  # type: ignore[arg-type]
@@ -251,10 +238,7 @@ def parallel_map(
     try:
         with stop_signals_wait():
             results = iter(_workers(work, _and_its_error(items), processes if processes > 1 else 0))
-        for result in results:
-            if isinstance(result, CleanExit):
-                raise result
-            yield result
+        yield from _or_raise(results)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -269,33 +253,12 @@ def parallel_map(
         del results
 
 
-class ToDevice:
-    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it
-    computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Each batch, copied when it is asked for: a GPU then still computes the one before."""
-        for batch in batches:
-            if self.stream is None:
-                yield {key: tensor.to(self.device) for key, tensor in batch.items()}
-                continue
-            using = torch.cuda.current_stream(self.device)
-            with torch.cuda.stream(self.stream):
-                moved = {
-                    key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()
-                }
-            using.wait_stream(self.stream)
-            for tensor in moved.values():
-                # else its memory is reused while that stream still reads it
-                tensor.record_stream(using)
-            yield moved
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch on a device. The host does not wait for the copy of a pinned one."""
+    return {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
 
 
+@dataclass
 class Loader:
     """Windows of micro-batches for one rank, from any optimizer step on.
 
@@ -312,37 +275,20 @@ class Loader:
             random draws (torch, Python, NumPy) are a function of (order.seed, epoch, sample index).
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Callable[[list[Row]], Batch],
-        order: Order,
-        share: Share,
-        *,
-        per_device: int,
-        num_workers: int = 0,
-        transform: Callable[[Row], Row] | None = None,
-    ) -> None:
-        self.samples = samples
-        self.collate = collate
-        self.order = order
-        self.share = share
-        self.per_device = per_device
-        self.num_workers = num_workers
-        self.transform = transform
-        self._readers: dict[tuple[int, int], DataLoader] = {}  # of the latest range
-        self._to_device = ToDevice(share.device)
+    samples: Samples
+    collate: Callable[[list[Row]], Batch]
+    order: Order
+    share: Share
+    _: KW_ONLY
+    per_device: int
+    num_workers: int = 0
+    transform: Callable[[Row], Row] | None = None
+    # of the latest range of steps
+    _readers: dict[tuple[int, int], DataLoader] = field(default_factory=dict, init=False)
 
     @property
     def steps_per_epoch(self) -> int | None:
         return self.order.steps_per_epoch
-
-    def resume(self, step: int, place: dict[str, Any]) -> int:
-        """Let `step` begin at a checkpoint's `place`. Returns how many steps longer a budget in
-        epochs then is.
-        """
-        self.order = self.order.resumed(step, place)
-        return self.order.extra_steps
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop). Nothing is skipped
@@ -361,20 +307,16 @@ class Loader:
         for step in range(start, stop):
             indices = self.order.indices(step)
             split = micro_batches(indices, self.share.rank, self.share.world_size, self.per_device)
-            rows = MicroBatches(self._to_device(islice(batches, len(split))))
-            targets = self.samples.num_targets(indices)
-            epoch = self.order.position(step)[0]
-            sources = self.order.used(step + 1)
-            place = self.order.place(step + 1)
+            own = islice(batches, len(split))
+            rows = MicroBatches(to_device(batch, self.share.device) for batch in own)
             yield Window(
                 rows,
-                targets,
-                len(indices),
-                epoch,
-                self.order.samples_per_epoch,
-                split,
-                sources,
-                place,
+                num_targets=self.samples.num_targets(indices),
+                num_samples=len(indices),
+                epoch=self.order.position(step)[0],
+                epoch_samples=self.order.samples_per_epoch,
+                indices=split,
+                sources=self.order.used(step + 1),
             )
             rows.skip()
 
@@ -392,7 +334,7 @@ class Loader:
         )
         batch = read.batch([longest] + [shortest] * (rows - 1))
         batch.pop("targets", None)
-        return {key: tensor.to(self.share.device) for key, tensor in batch.items()}
+        return to_device(batch, self.share.device)
 
     def _rows(self) -> _Rows:
         seed = self.order.seed
@@ -421,12 +363,11 @@ class _Keys:
     steps: range
     share: tuple[int, int, int]  # rank, world size, rows of a micro-batch
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[list[int]]]:
         for step in self.steps:
             keys = self.order.keys(step)
             # -1 where a row counts for nothing
             for places in micro_batches(np.arange(len(keys)), *self.share):
-                yield [
-                    (int(keys[place, 0]) if place >= 0 else -1, int(keys[place, 1]))
-                    for place in places
-                ]
+                rows = keys[places]
+                rows[places < 0, 0] = -1
+                yield rows.tolist()

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from shared.data.order import DRAWN_AT_ONCE, Order, permute
-from shared.process.errors import ConfigError
+from shared.data.order import Order, permute
 
 # samples after which the sources repeat their turns, at most; finer shares are rounded to it
 PERIOD = 2**16
@@ -84,37 +83,28 @@ class Mixture(Order):
     def samples_per_epoch(self) -> int:
         return self.steps_per_epoch * self.global_batch_size
 
-    def _samples_before(self, step: int) -> int:
-        return self.begin[1] + (step - self.begin[0]) * self.global_batch_size
-
     def position(self, step: int) -> tuple[int, int]:
-        return divmod(self._samples_before(step), self.samples_per_epoch)
-
-    def place(self, step: int) -> dict[str, Any]:
-        return {"samples": self._samples_before(step), "mix_weights": list(self.weights)}
-
-    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
-        if place.get("mix_weights") != list(self.weights):
-            raise ConfigError(
-                "--mix_weights cannot change within a run: samples of its sources would be "
-                "repeated or skipped. Train the "
-                "final/ of this run further in another --output_dir"
-            )
-        return super().resumed(step, place)
-
-    @property
-    def extra_steps(self) -> int:
-        return self.begin[0] - math.ceil(self.begin[1] / self.global_batch_size)
+        return divmod(step * self.global_batch_size, self.samples_per_epoch)
 
     def indices(self, step: int) -> np.ndarray:
         return self.keys(step)[:, 0]
 
     def keys(self, step: int) -> np.ndarray:
         size = self.global_batch_size
-        drawn = size * math.ceil(DRAWN_AT_ONCE / size)
-        first = self._samples_before(step)
-        start = first % size + first // size * size // drawn * drawn
-        keys = _drawn(self, start, start + drawn)[first - start : first - start + size]
+        turn_of, before = turns(self.weights)
+        rounds, turn = np.divmod(np.arange(step * size, (step + 1) * size), len(turn_of))
+        keys = np.empty((size, 2), np.int64)
+        offset = 0
+        for source, (_, samples) in enumerate(self.sources):
+            mine = np.flatnonzero(turn_of[turn] == source)
+            drawn = rounds[mine] * before[-1, source] + before[turn[mine], source]
+            epochs, places = np.divmod(drawn, samples)
+            for epoch in np.unique(epochs).tolist():
+                now = epochs == epoch
+                shuffled = permute(places[now], samples, (self.seed, epoch, source))
+                keys[mine[now], 0] = offset + shuffled
+            keys[mine, 1] = epochs
+            offset += samples
         if self.lengths is not None:
             return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
         # else some rank might read one source only
@@ -122,7 +112,7 @@ class Mixture(Order):
 
     def used(self, step: int) -> dict[str, tuple[int, int]]:
         _, before = turns(self.weights)
-        rounds, rest = divmod(self._samples_before(step), len(before) - 1)
+        rounds, rest = divmod(step * self.global_batch_size, len(before) - 1)
         counts = (rounds * before[-1] + before[rest]).tolist()
         return {
             name: (size, count) for (name, size), count in zip(self.sources, counts, strict=True)
@@ -136,28 +126,6 @@ class Mixture(Order):
         return ", ".join(
             f"{share:.1%} {name} ({epochs:.2f} epochs)" for share, (name, _), epochs in parts
         )
-
-
-@lru_cache(maxsize=2)
-def _drawn(mixture: Mixture, start: int, stop: int) -> np.ndarray:
-    """(index, epoch of its source) of a stretch of the run's samples: [stop - start, 2] int64."""
-    turn_of, before = turns(mixture.weights)
-    rounds, turn = np.divmod(np.arange(start, stop), len(turn_of))
-    of = turn_of[turn]
-    keys = np.empty((stop - start, 2), np.int64)
-    offset = 0
-    for source, (_, size) in enumerate(mixture.sources):
-        mine = np.flatnonzero(of == source)
-        epochs, places = np.divmod(
-            rounds[mine] * before[-1, source] + before[turn[mine], source], size
-        )
-        for epoch in np.unique(epochs).tolist():
-            now = epochs == epoch
-            keys[mine[now], 0] = offset + permute(places[now], size, (mixture.seed, epoch, source))
-        keys[mine, 1] = epochs
-        offset += size
-    keys.flags.writeable = False
-    return keys
 
 
 def training_order(

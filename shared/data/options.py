@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from shared.config.types import Free, Positive, within
-from shared.data.files import check_url, find_files, is_url
+from shared.data.files import is_url, matching
 from shared.process.errors import ConfigError
 from shared.process.printing import label
 
@@ -43,18 +43,12 @@ class DataConfig:
             )
         if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
-        for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
-            if not self.dataset_name and getattr(self, name) != getattr(type(self), name):
-                raise ConfigError(f"--{name} needs --dataset_name")
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
-            named = getattr(self, flag)
-            for url in filter(is_url, named):
-                check_url(url, flag=flag)
-            if local := [name for name in named if not is_url(name)]:
-                find_files(local, flag=flag, quick=True, tars=self.TARS)
+            for name in getattr(self, flag):
+                if not is_url(name):
+                    matching(name, flag=flag)
 
-    TARS: ClassVar = False  # whether files may be tar files
     # the flags that may name the training data
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")
 
@@ -62,19 +56,11 @@ class DataConfig:
         flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
         named = getattr(self, flag)
         weights = self.mix_weights
-        if len(named) > 1 and flag != "train_file" and not weights:
-            raise ConfigError(
-                f"--{flag} has {len(named)} values: give a share for each "
-                "of them with --mix_weights"
-            )
-        if weights and len(weights) != len(named):
+        needs_weights = weights or (len(named) > 1 and flag != "train_file")
+        if needs_weights and len(weights) != len(named):
             raise ConfigError(
                 f"--mix_weights has {len(weights)} value(s), --{flag} "
                 f"{len(named)}: give one for each"
-            )
-        if weights and len(set(named)) < len(named):
-            raise ConfigError(
-                f"--{flag} names a source of the mixture twice: give it once, with a larger weight"
             )
 
     def sources(self) -> dict[str, Self]:
@@ -84,12 +70,11 @@ class DataConfig:
         if not self.mix_weights:
             return {"": self}
         flag = next(flag for flag in self.SOURCES if getattr(self, flag))
-        named = [str(name) for name in getattr(self, flag)]
-        short = [Path(name).name for name in named]
-        names = short if len(set(short)) == len(short) else named
-        changes: list[dict[str, Any]] = [
-            {flag: (value,), "mix_weights": ()} for value in getattr(self, flag)
-        ]
+        values = getattr(self, flag)
+        names = [Path(value).name for value in values]
+        if len(set(names)) < len(names):
+            names = list(map(str, values))
+        changes: list[dict[str, Any]] = [{flag: (value,), "mix_weights": ()} for value in values]
         return {
             label(name): replace(self, **change)
             for name, change in zip(names, changes, strict=True)

@@ -6,20 +6,19 @@ and sees the same samples.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Protocol, Self
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
-DRAWN_AT_ONCE = 4096  # positions of an epoch: the fewest that one call of `permuted` computes
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -64,16 +63,6 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     return result.astype(np.int64)
 
 
-@lru_cache(maxsize=8)
-def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarray:
-    """`permute` of range(start, stop), read-only and cached: many positions cost little more than
-    one.
-    """
-    result = permute(np.arange(start, stop), size, key)
-    result.flags.writeable = False
-    return result
-
-
 def is_validation(numbers: np.ndarray, percent: float, part: float = 1.0) -> np.ndarray:
     """Which documents, by their number in the source, belong to the validation split: bool, the
     shape of `numbers`.
@@ -105,56 +94,16 @@ class Order:
     shuffle: bool = True
     # drop the smaller last batch; with shuffling, each epoch drops other samples
     drop_last: bool = False
-    begin: tuple[int, int] = (0, 0)  # (step, samples before it) that a resumed run goes on from
 
     @property
     def steps_per_epoch(self) -> int:
-        return self._batches(self.num_samples)
-
-    def _batches(self, samples: int) -> int:
-        whole, rest = divmod(samples, self.global_batch_size)
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, samples of it before) optimizer step `step`."""
-        start, before = self.begin
-        epoch, first = divmod(before, self.num_samples)
-        # steps after the epoch that `begin` is in
-        further = step - start - self._batches(self.num_samples - first)
-        if further < 0:
-            return epoch, first + (step - start) * self.global_batch_size
-        epochs, within = divmod(further, self.steps_per_epoch)
-        return epoch + 1 + epochs, within * self.global_batch_size
-
-    def place(self, step: int) -> dict[str, Any]:
-        """Where step `step` begins, as JSON for a checkpoint: in samples, which another batch size
-        goes on from.
-        """
-        epoch, first = self.position(step)
-        return {
-            "samples": epoch * self.num_samples + first,
-            "global_batch_size": self.global_batch_size,
-        }
-
-    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
-        """This order, from `step` on at a checkpoint's `place`.
-
-        Raises:
-            ConfigError: this order cannot go on there with another batch size.
-        """
-        return dataclasses.replace(self, begin=(step, place["samples"]))
-
-    @property
-    def extra_steps(self) -> int:
-        """Steps that the run had done at `begin`, less those that this batch size takes to get
-        there.
-        """
-        epoch, first = divmod(self.begin[1], self.num_samples)
-        return (
-            self.begin[0]
-            + self._batches(self.num_samples - first)
-            - (epoch + 1) * self.steps_per_epoch
-        )
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        return epoch, batch * self.global_batch_size
 
     @property
     def samples_per_epoch(self) -> int:
@@ -165,17 +114,8 @@ class Order:
         global_batch_size] int64.
         """
         epoch, first = self.position(step)
-        last = min(first + self.global_batch_size, self.num_samples)
-        if not self.shuffle:
-            return np.arange(first, last)
-        drawn = self.global_batch_size * math.ceil(DRAWN_AT_ONCE / self.global_batch_size)
-        # above 0 in the epoch in which the batch size changed
-        phase = first % self.global_batch_size
-        start = phase + (first - phase) // drawn * drawn
-        stretch = permuted(
-            self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples)
-        )
-        return stretch[first - start : last - start]
+        index = np.arange(first, min(first + self.global_batch_size, self.num_samples))
+        return permute(index, self.num_samples, (self.seed, epoch)) if self.shuffle else index
 
     def keys(self, step: int) -> np.ndarray:
         """(sample, epoch that it is used in) for `indices`: [<= global_batch_size, 2] int64."""
@@ -221,25 +161,20 @@ class Samples(Protocol):
     def num_targets(self, indices: np.ndarray) -> int: ...
 
 
-class EvenSubset:
+class EvenSubset(Subset):
     """`count` samples, evenly spaced over `samples`, or all of them if there are fewer: for
     evaluation.
     """
 
-    def __init__(self, samples: Samples, count: int) -> None:
-        self.samples = samples
-        self.indices = (
-            np.linspace(0, len(samples) - 1, min(count, len(samples))).round().astype(np.int64)
-        )
+    dataset: Any
+    indices: Any  # [count] int64
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.samples[int(self.indices[index])]
+    def __init__(self, samples: Any, count: int) -> None:
+        places = np.linspace(0, len(samples) - 1, min(count, len(samples))).round()
+        super().__init__(samples, places.astype(np.int64))  # type: ignore[arg-type]
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return self.samples.num_targets(self.indices[indices])
+        return self.dataset.num_targets(self.indices[indices])
 
 
 def seed_all(*key: int, devices: bool = True) -> None:

@@ -4,21 +4,20 @@ knows its place.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from shared.data.files import DataFile, find_files, is_url, name_inside
-from shared.data.remote import Copy, fetched
+from shared.data.files import ARCHIVES, find_files, is_url, name_inside, open_bytes, open_text
+from shared.data.remote import fetched
 from shared.data.tables import read_table
-from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import label, note
 
@@ -73,11 +72,7 @@ def open_sources(
 
     If --train_file names a folder that also holds the validation files, these are not trained on.
     The identity of a stream is made of names and sizes only, so it survives a copy of the files and
-    a Hub that does not answer. Every rank calls this. The main one lists the files, another one
-    does when it reads them.
-
-    Raises:
-        ConfigError: files that are missing or empty.
+    a Hub that does not answer. Every rank calls this.
     """
     if config.is_demo:
         return demo, None
@@ -85,36 +80,26 @@ def open_sources(
         other = config.validation_split_name
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
-    named = _with_copies(config.train_file)
-    held_out = _with_copies(config.validation_file)
+    # every rank takes part in fetching
+    named, held_out = (
+        [fetched(name) if is_url(name) else name for name in names]
+        for names in (config.train_file, config.validation_file)
+    )
     listed = cache(partial(_list_files, named, held_out))
-    names = on_main(lambda: [_name(files) for files in listed()])
 
-    def source(number: int) -> Source:
+    def source(number: int, names: Sequence[str]) -> Source:
         def identity() -> list[Any]:
-            return [_identity(file, streaming) for file in listed()[number]]
+            files = listed()[number]
+            return [[file.name, file.stat().st_size] for file in files] if streaming else files
 
         def read(cursor: Cursor | None = None) -> Records:
             return read_records(listed()[number], cursor)
 
-        return Source(label(names[number]), identity, read, read)
+        name = label(names[0]) if len(names) == 1 else f"{len(names)} files"
+        return Source(name, identity, read, read)
 
-    return source(0), source(1) if config.validation_file else None
-
-
-def _with_copies(names: Sequence[str]) -> list[str | Path]:
-    """The same with the copy of each file that a URL names. Every rank calls this."""
-    return [fetched(name) if is_url(name) else name for name in names]
-
-
-def _name(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{len(files)} files"
-
-
-def _identity(file: Path, streaming: bool) -> Any:
-    if isinstance(file, Copy):
-        return file.parent.name  # made of its URL and version
-    return [file.name, file.stat().st_size] if streaming else file
+    validation = source(1, config.validation_file) if held_out else None
+    return source(0, config.train_file), validation
 
 
 def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
@@ -125,12 +110,9 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
     validation = find_files(held_out, flag="validation_file")
     not_trained = {file.resolve() for file in validation}
     files = [file for file in train if file.resolve() not in not_trained]
-    if not files:
-        useless = "its loss says nothing about other data"
-        note(f"warning: --validation_file names all that is trained on: {useless}")
-    elif left_out := len(train) - len(files):
+    if left_out := len(train) - len(files):
         of_all = f"{left_out} of the {len(train)} files of --train_file"
-        note(f"--validation_file names {of_all}: left out")
+        note(f"--validation_file names {of_all}{': left out' * bool(files)}")
     return [files or train, validation]
 
 
@@ -193,40 +175,35 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
         ConfigError: a file that cannot be read or parsed, with its place.
     """
     cursor = cursor or Cursor()
-    for index, path in enumerate(files):
-        if index < cursor.file:
-            continue
-        if index > cursor.file:
-            cursor.file = index
-            cursor.number = 0
-            cursor.offset = 0
+    for path in files[cursor.file :]:
         suffix = name_inside(path).suffix.lower()
+        if suffix in ARCHIVES:
+            raise ConfigError(f"{path}: an archive: unpack it first, and name what was in it")
         try:
             if suffix == ".parquet":
                 yield from _read_parquet(path, cursor)
-            elif _is_json_lines(path):
-                if path == name_inside(path):
-                    yield from _read_jsonl(path, cursor)
-                else:
-                    yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
+            elif not _is_json_lines(path):
+                yield from _forward(READERS.get(suffix, _read_text)(path), path, cursor)
+            elif path == name_inside(path):
+                yield from _read_jsonl(path, cursor)
             else:
-                read = READERS.get(suffix, _read_text)
-                yield from _forward(read(path), path, cursor)
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8"
-            ) from error
+                yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from None
-
-
-_NO_INDEX = "{}: has no index, so it is read from its start to record {:,}, where the run continues"
+            raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
+        cursor.file += 1
+        cursor.number = 0
+        cursor.offset = 0
 
 
 def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
     """The records from the cursor on, of a file that can be read from its start only."""
     if first := cursor.number:
-        note(_NO_INDEX.format(path, first))
+        note(
+            f"{path}: has no index, so it is read from its start to record {first:,}, where the "
+            "run continues"
+        )
     for cursor.number, record in enumerate(records):
         if cursor.number >= first:
             yield record
@@ -254,21 +231,9 @@ _CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
 
 
 def _read_text(path: Path) -> Records:
-    with DataFile(path) as file:
-        for piece, continues in split_text(iter(partial(file.text().read, PIECE), "")):
-            file.record = 0
+    with open_text(path) as file:
+        for piece, continues in split_text(iter(partial(file.read, PIECE), "")):
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
-
-
-def _line_of_bad_bytes(path: Path) -> int:
-    with DataFile(path) as file, file.text() as text:
-        for number, line in enumerate(text.buffer, 1):  # type: ignore[arg-type, var-annotated]
-            file.record = 0
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
 
 
 def parse_json(text: str) -> Any:
@@ -290,12 +255,11 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
 
 
 def _read_jsonl(path: Path, cursor: Cursor) -> Records:
-    """Moves the cursor, and begins at it if the file is not compressed."""
-    with DataFile(path) as file:
-        file.file.seek(cursor.offset)
-        for number, line in enumerate(io.BufferedReader(file, 2**17), cursor.number + 1):
-            file.record = 0
-            file.line = number + 1
+    """Moves the cursor, and begins at it."""
+    with open_bytes(path) as file:
+        if cursor.offset:
+            file.seek(cursor.offset)
+        for number, line in enumerate(file, cursor.number + 1):
             if line.strip():
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _json_of(path, text.rstrip(), number)
@@ -312,12 +276,14 @@ def _is_json_lines(path: Path) -> bool:
     suffix = name_inside(path).suffix.lower()
     if suffix != ".json":
         return suffix in JSON_LINES
-    with DataFile(path) as file:  # many people call JSON lines .json
-        return not next(filter(str.strip, file.text()), "").lstrip().startswith("[")
+    with open_text(path) as file:  # many people call JSON lines .json
+        return not next(filter(str.strip, file), "").lstrip().startswith("[")
 
 
 def _read_list(path: Path) -> Records:
-    for number, record in enumerate(_json_of(path, DataFile(path).text().read()), 1):
+    with open_text(path) as file:
+        records = _json_of(path, file.read())
+    for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
@@ -328,54 +294,43 @@ READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}
 
 
 def _read_parquet(path: Path, cursor: Cursor) -> Records:
-    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = cursor.number
+    number = 0
     try:
         file = pq.ParquetFile(path)
-        ends = np.cumsum(
-            [0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
-        )
-        skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
-        number = int(ends[skipped])
         types = {field.name: field.type for field in file.schema_arrow}
-        for batch in file.iter_batches(
-            batch_size=64, row_groups=range(skipped, file.num_row_groups)
-        ):
-            skip = min(max(0, first - number), len(batch))
-            number += skip
-            for record in batch.slice(skip).to_pylist():
-                cursor.number = number
-                number = number + 1
-                where = f"{path}: row {number}"
-                yield where, _as_json_lines(record, types, parse_json, where)
-    except pa.ArrowException as error:
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if number + rows <= first:
+                number += rows
+                continue
+            for batch in file.iter_batches(batch_size=64, row_groups=[group]):
+                for record in batch.to_pylist():
+                    if number >= first:
+                        cursor.number = number
+                        plain = _as_json_lines(record, types)
+                        yield f"{path}: row {number + 1}", plain
+                    number += 1
+    except (pa.ArrowException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None
 
 
-def _as_json_lines(
-    record: dict[str, Any], types: dict[str, Any], parse: Callable[[str], Any] | None, where: str
-) -> dict[str, Any]:
+def _as_json_lines(record: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
     """A record with the values that JSON lines would hold.
 
-    `parse` turns text into JSON; None if that is done.
+    Args:
+        types: Arrow's, by column.
 
     Raises:
-        ConfigError: a text that is not valid JSON.
+        ValueError: a text that is not valid JSON.
     """
-    plain: dict[str, Any] = {}
-    for name, value in record.items():
-        try:
-            plain[name] = _plain(value, types.get(name), parse)
-        except (ValueError, RecursionError) as error:
-            reason = f"{name!r} holds what is not valid JSON ({first_line(error)})"
-            raise ConfigError(f"{where}: {reason}") from None
-    return plain
+    return {name: _plain(value, types.get(name)) for name, value in record.items()}
 
 
-def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> Any:
+def _plain(value: Any, arrow_type: Any) -> Any:
     """A value of an Arrow type (None: unknown) as JSON lines hold it.
 
     JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs
@@ -383,14 +338,14 @@ def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> A
     stays.
     """
     if getattr(arrow_type, "extension_name", "") == "arrow.json":
-        return parse(value) if parse and value is not None else value
+        return None if value is None else parse_json(value)
     if isinstance(value, list) and value and not isinstance(value[0], int | float):  # often long
         of_entries = getattr(arrow_type, "value_type", None)
-        return [_plain(entry, of_entries, parse) for entry in value]
+        return [_plain(entry, of_entries) for entry in value]
     if isinstance(value, dict):
         types = {field.name: field.type for field in getattr(arrow_type, "fields", ())}
         held = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-        return {key: _plain(entry, types.get(key), parse) for key, entry in held.items()}
+        return {key: _plain(entry, types.get(key)) for key, entry in held.items()}
     return value
 
 
@@ -421,14 +376,23 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
     datasets.disable_progress_bars()
     datasets.data_files.resolve_pattern = own
     try:
-        return datasets.load_dataset(root if os.path.isdir(name) else name, *arguments, **options)
-    except CleanExit:
-        raise
-    except Exception as error:  # datasets raises many types for a mistyped name
-        kind_of = NotNow if is_of_the_network(error) else ConfigError
-        raise kind_of(f"--dataset_name {name}: {first_line(error)}") from None
+        with _one_line(f"--dataset_name {name}"):
+            place = root if os.path.isdir(name) else name
+            return datasets.load_dataset(place, *arguments, **options)
     finally:
         datasets.data_files.resolve_pattern = resolve
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """An error of `datasets`, which raises many types for a mistyped name, in one line."""
+    try:
+        yield
+    except CleanExit:
+        raise
+    except Exception as error:
+        kind_of = NotNow if is_of_the_network(error) else ConfigError
+        raise kind_of(f"{what}: {first_line(error)}") from None
 
 
 def load_hub(
@@ -452,18 +416,14 @@ def load_hub(
     import datasets
 
     dataset = load_dataset(name, config_name, split=split, streaming=streaming)
-    try:
-        for key, of in (dataset.features or {}).items():
-            image = datasets.Image(decode=False)  # none is opened
-            if isinstance(of, datasets.Image):
-                dataset = dataset.cast_column(key, image)
-            elif isinstance(getattr(of, "feature", None), datasets.Image):
-                dataset = dataset.cast_column(key, type(of)(image))
-        # of lists, too
-        classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}
+    with _one_line(f"--dataset_name {name} (split {split})"):
+        dataset = dataset if streaming else dataset.to_iterable_dataset()
+        if dataset.features:  # else it holds plain JSON
+            dataset = dataset.decode(False)  # no image is opened
+        features = dataset.features or datasets.Features()
+        classes = {key: getattr(of, "feature", of) for key, of in features.items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
-        schema = dataset.features and dataset.features.arrow_schema
-        types = {field.name: field.type for field in schema or ()}
+        types = {field.name: field.type for field in features.arrow_schema}
         cursor = cursor or Cursor()
         first = cursor.number
         if cursor.state:
@@ -474,11 +434,7 @@ def load_hub(
                 record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
             if number >= first:
                 cursor.number = number
-                where = f"{name}:{split}: row {number}"
-                yield where, _as_json_lines(record, types, None, where)
+                yield f"{name}:{split}: row {number}", _as_json_lines(record, types)
             if streaming and (number + 1) % STATES == 0:
                 cursor.file = number + 1
                 cursor.state = dataset.state_dict()
-    except Exception as error:  # datasets raises many types for a mistyped name
-        kind_of = NotNow if is_of_the_network(error) else ConfigError
-        raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

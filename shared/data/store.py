@@ -7,7 +7,6 @@ it is opened. A preparation that was killed goes on where it stood, and ends wit
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -66,10 +65,10 @@ class Notes:
     def warn_of_cuts(self, source: str, samples: int) -> None:
         """Say if --seq_length cuts more than a tenth of the samples, and which one cuts none."""
         if (cut := self.counts["cut"]) > samples / 10:
+            lost = self.counts["dropped"]
             note(
                 f"warning: --seq_length cuts {cut:,} of the {samples:,} samples of {source}"
-                + f" and leaves {self.counts['dropped']:,} without an answer"
-                * bool(self.counts["dropped"])
+                + (f" and leaves {lost:,} without an answer" if lost else "")
                 + f"; --seq_length {max(map(int, self.named('length ')))} cuts none"
             )
 
@@ -79,10 +78,11 @@ class Notes:
 
     def named(self, prefix: str) -> dict[str, int]:
         """The counts whose name begins with `prefix`, by the rest of the name."""
-        found = {
-            what: count for what, count in self.counts.items() if what.startswith(prefix) and count
+        return {
+            what.removeprefix(prefix): count
+            for what, count in self.counts.items()
+            if what.startswith(prefix) and count
         }
-        return {what.removeprefix(prefix): count for what, count in found.items()}
 
 
 @dataclass
@@ -202,37 +202,28 @@ def prepare(
         )
     )
     if limit is not None:
-        source = replace(source, read=partial(_first_of, source, limit))
+        read = source.read
+        source = replace(source, read=lambda: islice(read(), limit))
     folder = cache_dir() / encode.kind / key
     build = partial(_fill, source=source, encode=encode, processes=processes)
     return Store(prepared.build_once(folder, build, continues=True))
 
 
-def _first_of(source: Source, limit: int) -> Iterator[Any]:
-    return islice(source.read(), limit)
-
-
 def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -> None:
-    from tqdm import tqdm
-
     notes = Notes()
     writer = _Writer(folder)
-    if writer.is_whole:  # it was killed while checksums were computed
+    if writer.state.source:  # it was killed while checksums were computed
         return
-    items = islice(encode.items(source, notes), writer.items_done, None)
+    items = islice(encode.items(source, notes), writer.state.items, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
     printed = monotonic()
-    with tqdm(
-        desc=f"tokenising {source.name}", initial=writer.items_done, leave=False, disable=None
-    ) as bar:
-        for count, encoded, of_batch in found:
-            writer.add(count, encoded, of_batch)
-            bar.update(count)
-            if bar.disable and monotonic() - printed > 20:  # the output goes to a file
-                print_main(f"tokenising {source.name}: {writer.items_done:,} records")
-                printed = monotonic()
-            faults.point("prepare")
-    if not writer.items_done:
+    for count, encoded, of_batch in found:
+        writer.add(count, encoded, of_batch)
+        if monotonic() - printed > 10:
+            print_main(f"tokenising {source.name}: {writer.state.items:,} records")
+            printed = monotonic()
+        faults.point("prepare")
+    if not writer.state.items:
         raise ConfigError(f"{source.name}: no records in it")
     writer.close(source.name, notes)
 
@@ -242,82 +233,80 @@ def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Encoded, Notes
     return len(items), encode(items, notes), notes
 
 
+@dataclass
+class _State:
+    """How much of a store is whole."""
+
+    items: int = 0
+    values: int = 0  # of each array in `Encoded.values`
+    arrays: dict[str, list[Any]] = field(default_factory=dict)  # by name: dtype, shape of a row
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each file
+    counts: dict[str, int] = field(default_factory=dict)  # see `Notes`
+    first: dict[str, str] = field(default_factory=dict)
+    source: str = ""  # its name; empty while it is being written
+
+
 class _Writer:
-    """Appends batches to the files of a store: `<array>.bin`, `<list>.jsonl`, and STATE, which says
-    how much of them is whole.
-    """
+    """Appends batches to the files of a store: `<array>.bin`, `<list>.jsonl`, and STATE."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.items_done = 0
-        self.values_written = 0  # of each array in `Encoded.values`
-        self.notes = Notes()
-        self.arrays: dict[str, list[Any]] = {}  # by name: dtype, shape of a row
-        self.sizes: dict[str, int] = {}  # bytes of each file
-        self.is_whole = False
-        with contextlib.suppress(OSError, ValueError):  # none, or lost with the machine's power
-            state = json.loads((folder / STATE).read_text())
-            paths = {folder / name: size for name, size in state["sizes"].items()}
-            if all(path.stat().st_size >= size for path, size in paths.items()):
-                self.items_done = state["items"]
-                self.values_written = state["values"]
-                self.is_whole = "source" in state
-                self.arrays = state["arrays"]
-                self.notes = Notes(Counter(state["counts"]), state["first"])
-                self.sizes = state["sizes"]
+        self.state = _State()
+        if (folder / STATE).exists():  # of a killed preparation
+            state = _State(**json.loads((folder / STATE).read_text()))
+            held = {path.name: path.stat().st_size for path in folder.iterdir()}
+            # else they lost what was written last, with the machine's power
+            if all(held.get(name, 0) >= size for name, size in state.sizes.items()):
+                self.state = state
+        self.notes = Notes(Counter(self.state.counts), self.state.first)
         for path in folder.iterdir():
             if path.name != STATE:
-                os.truncate(path, self.sizes.get(path.name, 0))
+                os.truncate(path, self.state.sizes.get(path.name, 0))
         self._open: dict[str, Any] = {}
         self._saved = monotonic()
 
     def add(self, items: int, encoded: Encoded, notes: Notes) -> None:
         arrays = {**encoded.values, **encoded.table}
-        arrays["ends"] = self.values_written + np.asarray(encoded.ends, np.int64)
+        arrays["ends"] = self.state.values + np.asarray(encoded.ends, np.int64)
         for name, values in encoded.lines.items():
             lines = [(json.dumps(value, default=str) + "\n").encode() for value in values]
             ends = np.cumsum([len(line) for line in lines])
-            arrays[f"{name}_ends"] = self.sizes.get(f"{name}.jsonl", 0) + ends
+            arrays[f"{name}_ends"] = self.state.sizes.get(f"{name}.jsonl", 0) + ends
             self._append(f"{name}.jsonl", b"".join(lines))
         for name, array in arrays.items():
             kind = [array.dtype.name, list(array.shape[1:])]
-            assert self.arrays.setdefault(name, kind) == kind, (name, kind)
+            assert self.state.arrays.setdefault(name, kind) == kind, (name, kind)
             self._append(f"{name}.bin", np.ascontiguousarray(array).tobytes())
-        self.items_done += items
-        self.values_written += len(next(iter(encoded.values.values())))
+        self.state.items += items
+        self.state.values += len(next(iter(encoded.values.values())))
         self.notes.update(notes)
         if monotonic() - self._saved >= SAVE_EVERY:
-            self._save(self.notes)
+            self._save()
 
     def _append(self, name: str, data: bytes) -> None:
         if name not in self._open:
             self._open[name] = (self.folder / name).open("ab")
         self._open[name].write(data)
-        self.sizes[name] = self.sizes.get(name, 0) + len(data)
+        self.state.sizes[name] = self.state.sizes.get(name, 0) + len(data)
 
-    def _save(self, notes: Notes, **more: Any) -> None:
-        for file in self._open.values():
-            file.flush()
-            os.fsync(file.fileno())
-        state = {
-            "items": self.items_done,
-            "values": self.values_written,
-            "arrays": self.arrays,
-            "sizes": self.sizes,
-        }
-        state |= {"counts": notes.counts, "first": notes.first, **more}
+    def _save(self) -> None:
+        self.state.counts = self.notes.counts
+        self.state.first = self.notes.first
         temporary = self.folder / f"{STATE}.tmp"
-        with temporary.open("w") as file:
-            file.write(json.dumps(state))
-            file.flush()
-            os.fsync(file.fileno())
+        with temporary.open("w") as state:
+            state.write(json.dumps(vars(self.state)))
+            for file in (*self._open.values(), state):
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(self.folder / STATE)
         self._saved = monotonic()
 
     def close(self, source: str, notes: Notes) -> None:
         """Write what was noted while the items were read, too."""
         notes.update(self.notes)
-        self._save(notes, source=source)
+        self.notes = notes
+        self.state.source = source
+        self._save()
         for file in self._open.values():
             file.close()
 
@@ -333,10 +322,10 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        state = json.loads((folder / STATE).read_text())
-        self.source: str = state["source"]
-        self.notes = Notes(Counter(state["counts"]), state["first"])
-        self._arrays: dict[str, list[Any]] = state["arrays"]
+        state = _State(**json.loads((folder / STATE).read_text()))
+        self.source = state.source
+        self.notes = Notes(Counter(state.counts), state.first)
+        self._arrays = state.arrays
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
         # not how long the lines are: they have the paths of files, and labels are compared apart
@@ -420,18 +409,16 @@ class Split:
 
     def column(self, array: str) -> np.ndarray:
         """A column of the table, for all samples."""
-        parts = [
-            store[array][chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)
-        ]
-        return np.concatenate(parts)
+        return self._of_all(lambda store: store[array])
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """[samples] int64: values of each sample."""
-        parts = [
-            store.lengths[chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)
-        ]
-        return np.concatenate(parts)
+        return self._of_all(lambda store: store.lengths)
+
+    def _of_all(self, column: Callable[[Store], np.ndarray]) -> np.ndarray:
+        parts = zip(self.stores, self.numbers, strict=True)
+        return np.concatenate([column(store)[chosen] for store, chosen in parts])
 
     @cached_property
     def fingerprint(self) -> str:

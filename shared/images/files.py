@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from shared.data import prepared
-from shared.data.labels import LabelledData, Labels, in_order, read_labels, warn_of_joined
+from shared.data.labels import LabelledData, Labels, in_order, read_labels
 from shared.data.loader import parallel_map
 from shared.data.order import Row
 from shared.images import shards, sources
@@ -125,8 +125,6 @@ def prepare(config: ImageConfig) -> LabelledData:
     validation = _joined([part.validation for part in (parts[:1] if is_shared else parts)])
     name = ", ".join(names)
     train.labels.require_trained(name, "image")
-    if not config.train_dir:
-        warn_of_joined(set(classes), train.labels.problem_type)
     validated = validation.labels.counts()
     if not validated.any():
         with_label = " with a label" if len(validation) else ""

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared.config.types import Free, PositiveOrZero, PositiveShare, Share
-from shared.data.files import refuse_archive
 from shared.data.options import DataConfig, Percentage
 from shared.process.errors import ConfigError
 
@@ -14,7 +13,6 @@ from shared.process.errors import ConfigError
 class ImageConfig(DataConfig):
     """Images."""
 
-    TARS: ClassVar = True
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
 
     # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with
@@ -72,12 +70,6 @@ class ImageConfig(DataConfig):
         }.items():
             for folder in folders:
                 if not folder.is_dir():
-                    if folder.suffix == ".tar":
-                        raise ConfigError(
-                            f"--{flag} {folder}: a tar file; give it as "
-                            f"--{flag.replace('dir', 'file')}"
-                        )
-                    refuse_archive(folder, flag=flag)
                     raise ConfigError(f"--{flag} {folder}: no such folder")
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.data import records
-from shared.data.files import RECORD, find_files
+from shared.data.files import find_files
 from shared.data.loader import parallel_map
 from shared.images.decoding import SUFFIXES, Part, read
 from shared.images.options import ImageConfig
@@ -44,7 +44,7 @@ def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
 
 
 def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
-    files = find_files(names, flag=flag, tars=True) if names else []
+    files = find_files(names, flag=flag) if names else []
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     if tars and len(tars) < len(files):
         other = next(file for file in files if file not in tars)
@@ -195,8 +195,6 @@ def _members(file: Path, left_out: Counter[str]) -> Iterator[tuple[str, int, int
 
 def _record(part: Part, name: str, where: str) -> dict[str, Any]:
     """What a member says: an object of JSON, or its text under its own name."""
-    if part.size > RECORD:
-        raise ConfigError(f"{where}: over {RECORD >> 20} MiB")
     try:
         text = read(part).decode()
         value = records.parse_json(text) if name.lower() == "json" else None

@@ -33,11 +33,13 @@ def on_main(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def wait_for_main() -> None:
-    """Return when the main rank has come here, too, however long that takes. Every rank calls this,
-    once.
+def wait_for_main(here: str) -> None:
+    """Return when the main rank has come here, too, however long that takes. Every rank calls this.
 
     A collective would time out while the main rank writes a model to a slow disk.
+
+    Args:
+        here: a name for this place, of its own.
 
     Raises:
         CleanExit: its machine has gone.
@@ -45,7 +47,6 @@ def wait_for_main() -> None:
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
-    here = "the main rank is done"
     if ranks.is_main_rank():
         store.set(here, "")
     try:

@@ -111,8 +111,6 @@ NOT_REGULAR = (
 )
 
 
-
-
 def digest(path: Path) -> dict[str, Any]:
     """Checksum and size of a file. XXH3 finds damage as surely as SHA-256, and ten times as fast;
     neither stops a forger.

@@ -105,11 +105,6 @@ class Rollouts:
     def steps_per_epoch(self) -> int:
         return self.order.steps_per_epoch * self.sampling.updates
 
-    def resume(self, step: int, place: dict[str, Any]) -> int:
-        """See `Loader.resume`."""
-        self.order = self.order.resumed(step // self.sampling.updates, place)
-        return self.order.extra_steps * self.sampling.updates
-
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """A window for each optimizer step in range(start, stop), without micro-batches: see
         `micro_batches`.
@@ -126,7 +121,6 @@ class Rollouts:
                 epoch=self.order.position(number)[0],
                 epoch_samples=self.order.samples_per_epoch,
                 indices=micro_batches(prompts, *share),
-                place=self.order.place((step + 1) // self.sampling.updates),
             )
 
     def longest(self, rows: int) -> Batch:

@@ -14,6 +14,7 @@ from shared.process.printing import note
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 6
+FIXED = {"global_batch_size", "mix_weights"}  # settings that no --allow_changed allows
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -174,6 +175,11 @@ def refuse_changes(
 ) -> None:
     """Raise ConfigError if settings differ from a checkpoint's and are not `allowed` to."""
     changed = _changes(before, now)
+    if fixed := sorted(changed.keys() & FIXED):
+        raise ConfigError(
+            f"{folder}: --{fixed[0]} cannot change within a run, since samples would be repeated "
+            "or skipped: train its final/ further in another --output_dir"
+        )
     if refused := sorted(changed.keys() - allowed):
         raise ConfigError(
             f"{folder} belongs to a run that learns something else "

@@ -243,7 +243,7 @@ class Logger:
         if self.profile is not None:
             self.profile.stop()
         self.draw(now=True)
-        wait_for_main()  # which may still write
+        wait_for_main("the main rank is done")  # which may still write
         self.accelerator.wait_for_everyone()  # the next takes the process group down
         self.tracker.close()
 

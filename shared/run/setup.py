@@ -270,8 +270,7 @@ class Setup:
         saver = Checkpointer(self, fingerprint)
         state = saver.resume(config.checkpoint.resume_from_checkpoint)
         if state.place:
-            longer = train.resume(state.step, state.place)
-            total_steps += longer if config.batch.max_steps is None else 0
+            train.resume(state.place)
         rate = optim.learning_rate(config.optim, state.step, total_steps)
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(
@@ -301,9 +300,7 @@ class Setup:
     ) -> None:
         config = self.config
         epoch = train.steps_per_epoch
-        epochs = ""
-        if epoch:
-            epochs = f", {(total_steps - train.order.extra_steps) / epoch:.2f} epochs"
+        epochs = f", {total_steps / epoch:.2f} epochs" if epoch else ""
         if isinstance(order := getattr(train, "order", None), Mixture):
             rows["mixture"] = order.describe(total_steps)
         cadence = f"evaluates every {config.evaluation.every(total_steps, epoch):,} steps"

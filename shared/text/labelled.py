@@ -12,7 +12,7 @@ import torch
 
 from shared import demo
 from shared.data import prepared, records
-from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels, warn_of_joined
+from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels
 from shared.data.order import Batch, Row
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
@@ -245,7 +245,6 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     first_given = int(starts[len(trained)])
     problem_type = config.problem_type or problem_type_of(raw)
     labels = read_labels(raw, problem_type, where, trained=first_given)
-    warn_of_joined(set(labels.classes), labels.problem_type)
     held_out = np.arange(len(labels)) >= first_given
     if not given:
         held_out = labels.hold_out(config.validation_split_percentage)

@@ -3,12 +3,12 @@
 import hashlib
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ import torch
 from shared.data import prepared
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
-from shared.data.order import IGNORED, Batch, Order, Row, permuted
-from shared.process.errors import ConfigError
+from shared.data.order import IGNORED, Batch, Order, Row, permute
 from shared.process.files import cache_dir
 
 
@@ -220,28 +219,16 @@ class GroupedOrder(Order):
     lengths: np.ndarray | None = None
     GROUP = 32
 
-    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
-        if (
-            place["global_batch_size"] != self.global_batch_size
-            and place["samples"] % self.num_samples
-        ):
-            raise ConfigError(
-                "--global_batch_size cannot change within an epoch of rows that are not packed: "
-                "samples would be repeated "
-                "or skipped. Go on from the end of an epoch, or train the final/ of this run "
-                "further in another --output_dir"
-            )
-        return super().resumed(step, place)
-
     def indices(self, step: int) -> np.ndarray:
         epoch, first = self.position(step)
         stretch, batch = divmod(first // self.global_batch_size, self.GROUP)
         size = self.GROUP * self.global_batch_size
         stop = min((stretch + 1) * size, self.num_samples)
-        chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
+        places = np.arange(stretch * size, stop)
+        chosen = permute(places, self.num_samples, (self.seed, epoch))
         assert self.lengths is not None
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
         if batch < full:
-            batch = int(permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
+            batch = int(permute(np.array([batch]), full, (self.seed, epoch, stretch))[0])
         return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shared.config.options import BatchConfig
 from shared.data import prepared
-from shared.data.loader import Share, ToDevice, Window, parallel_map
+from shared.data.loader import Share, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
@@ -79,7 +79,6 @@ class Stream:
         self.per_device = batch.micro_batch()[0]
         self.seed = batch.seed
         self.share = share
-        self._to_device = ToDevice(share.device)
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
         # its ranks; of their own, since replicas that train apart send other things meanwhile
@@ -92,10 +91,9 @@ class Stream:
 
     steps_per_epoch: int | None = None
 
-    def resume(self, step: int, place: dict[str, Any]) -> int:
-        """As `Loader.resume`."""
+    def resume(self, place: dict[str, Any]) -> None:
+        """Go on from a checkpoint's `Window.place`."""
         self.place = place
-        return step - place["samples"] // self.global_batch_size
 
     def sequences(
         self,
@@ -255,14 +253,11 @@ class Stream:
         first = 0
         mark = BEGIN  # `first`: of the epoch's sequences, the next batch's first
         stream = [self.identity(), self.shuffle_window]
-        samples = start * self.global_batch_size
-        if start and self.place:
-            samples = self.place["samples"]
-            if self.place["stream"] == stream:
-                step = start
-                epoch = self.place["epoch"]
-                first = self.place["first"]
-                mark = Mark(*self.place["mark"])
+        if start and self.place and self.place["stream"] == stream:
+            step = start
+            epoch = self.place["epoch"]
+            first = self.place["first"]
+            mark = Mark(*self.place["mark"])
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(
@@ -301,7 +296,6 @@ class Stream:
                         "first": first,
                         "mark": list(marks[0]),
                     }
-                    place["samples"] = samples + (step - start) * self.global_batch_size
                     yield self._window(batch, epoch, place)
                 else:
                     forward.update()
@@ -326,9 +320,7 @@ class Stream:
         rows = [torch.from_numpy(np.stack([sequences[i][1] for i in indices])) for indices in split]
         if self.share.device.type == "cuda":
             rows = [tokens.pin_memory() for tokens in rows]
-        on_device = [
-            batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])
-        ]
+        on_device = [tokens.to(self.share.device, non_blocking=True) for tokens in rows]
         batches = [
             self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
             for tokens in on_device

@@ -1,18 +1,13 @@
-"""A compressed file gives what the file in it gives, and neither a damaged one nor a bomb does harm."""
+"""A compressed file gives what the file in it gives, and a damaged one is named."""
 
 import bz2
 import gzip
-import json
-import lzma
-import tracemalloc
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from shared.data import files, store
-from shared.data.files import find_files
+from shared.data import store
 from shared.data.records import open_sources, read_records
 from shared.process.errors import ConfigError
 from shared.text import corpus
@@ -21,7 +16,6 @@ from shared.text.options import CorpusConfig
 PACK = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
-    ".xz": lzma.compress,
     ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
 }
 EACH = pytest.mark.parametrize("suffix", PACK)
@@ -70,7 +64,6 @@ def test_it_gives_the_records_and_places_of_the_plain_file(tmp_path, suffix, nam
         ("a.jsonl", LINES[:17] + b'{"text": \n', "not valid JSON (Expecting value"),
         ("a.csv", b"a,b\n1,2\n3\n", "not as many fields"),
         ("a.csv", b'a,b\n1,2\n"3\n,4\n', "not valid CSV (unexpected end of data)"),
-        ("a.txt", b"a\nb\n\xff\n", "not UTF-8"),
     ],
 )
 def test_an_error_names_the_file_and_the_line(tmp_path, suffix, name, content, what):
@@ -85,62 +78,7 @@ def test_a_damaged_or_truncated_file_is_named(tmp_path, suffix):
     content = PACK[suffix](b"".join(b'{"n": %d}\n' % n for n in range(9000)))
     for damaged in (content[:-3], content[: len(content) // 2], content[:40] + b"\xff" * 9 + content[49:], LINES):
         path.write_bytes(damaged)
-        assert refusal(path).startswith((f"{path}: cannot be unpacked, damaged or incomplete (", f"{path}:"))
-    path.write_bytes(content[: len(content) // 2])
-    assert "cannot be unpacked" in refusal(path)
-
-
-@EACH
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_a_bomb_is_refused_early_and_in_little_memory(tmp_path, suffix, name):
-    path = tmp_path / (name + suffix)
-    member = PACK[suffix]((b" " * 999_999 + b"\n") * 10)
-    path.write_bytes(member * 1000)  # 10 GB
-    assert path.stat().st_size < 11e6
-    tracemalloc.start()
-    try:
-        assert refusal(path) == f"{path}: unpacks to more than 500 times its size; if you trust it, unpack it first"
-        assert tracemalloc.get_traced_memory()[1] < 1e8
-    finally:
-        tracemalloc.stop()
-
-
-@EACH
-def test_a_log_that_compresses_well_passes(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(files, "FREE", 2**16)
-    path = tmp_path / f"worker.log{suffix}"
-    lines = [f"2026-01-01T{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02}Z INFO worker heartbeat ok\n" for i in range(43_200)]
-    content = "".join(lines)
-    path.write_bytes(PACK[suffix](content.encode()))
-    assert "".join(record["text"] for _, record in read(path)) == content
-
-
-def test_a_record_that_never_ends_is_refused_at_a_stated_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RECORD", 2**20)
-    long = np.random.default_rng(0).bytes(2**20).hex()
-    rows = [{"text": long[:1000]} for _ in range(1500)]
-    for name, content in {
-        "a.jsonl": '{"text": "a"}\n{"text": "a"}\n{"text": "' + long,
-        "b.csv": 'text,n\na,1\n"' + long[: 2**20] + "\n" + long,
-        "c.csv": "text,n\na,1\n" + '"\n",' * 2**19,
-    }.items():
-        path = tmp_path / f"{name}.gz"
-        path.write_bytes(gzip.compress(content.encode()))
-        assert refusal(path) == f"{path}:3: more than 1 MiB in one record; unpack the file first"
-    path = tmp_path / "a.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(rows).encode()))
-    assert refusal(path) == f"{path}:1: more than 1 MiB in one record; unpack the file first"
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    for name, content in {
-        "a.jsonl": lines,
-        "a.csv": b"text\n" + lines.replace(b'"', b""),
-        "a.txt": long.encode() * 2,
-    }.items():
-        path = tmp_path / f"{name}.gz"
-        path.write_bytes(gzip.compress(content))
-        assert len(read(path)) > 1
-    path.write_bytes(gzip.compress(lines * 2 + b"\xff"))
-    assert refusal(path) == f"{path}:3001: not UTF-8 text; save it as UTF-8"
+        assert refusal(path).startswith(f"{path}:")
 
 
 def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(tmp_path):
@@ -153,12 +91,9 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
     assert [record["text"] for source in (train, validation) for _, record in source.read()] == ["0", "1", "2"]
     streamed, _ = open_sources(config, demo=corpus.DEMO, streaming=True)
     assert list(streamed.read()) == list(train.read())
-    with pytest.raises(ConfigError, match="unpack it first"):
-        find_files([str(tmp_path)], flag="dataset_name")  # `datasets` would unpack it without a limit
-    for name in ("a.tar.gz", "a.tgz", "a.zip", "a.parquet.gz", "a.jsonl.gz.gz", "a.jsonl.lz4"):
+    for name in ("a.tar.gz", "a.tgz", "a.zip", "a.jsonl.xz"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(ConfigError, match=f"{name}: an archive or compressed file: unpack it first"):
-            find_files([str(tmp_path / name)], flag="train_file")
+        assert refusal(tmp_path / name) == f"{tmp_path / name}: an archive: unpack it first, and name what was in it"
 
 
 @pytest.mark.parametrize("workers", [1, 2])

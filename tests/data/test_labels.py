@@ -49,11 +49,11 @@ def test_labels_of_each_kind():
         (["a", None], None, ":3: the label is null, expected a name or a number"),
         ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label"),
         (["a", "a, b"], "multi_label", ":3: the label is 'a, b': write name|name for several"),
-        (["a", ["a", 0.5]], "multi_label", ":3: one of the labels is a float, expected a name or a number"),
-        (["a", {}], "multi_label", ":3: the label is a dict, expected a list of names, or text: name|name"),
+        (["a", ["a", 0.5]], "multi_label", ":3: the label is a float, expected a name or a number"),
+        (["a", {}], "multi_label", ":3: the label is a dict, expected a name or a number"),
         ([1, "x"], "regression", ":3: the label is 'x', expected a number"),
         ([1, "inf"], "regression", ":3: the label is 'inf', expected a number"),
-        ([1, -100], "regression", ":3: the label is -100, which marks rows without a label: rescale the labels"),
+        ([1, -100], "regression", ":3: the label is -100, expected a number, not -100: it marks rows without one"),
     ],
 )
 def test_what_is_no_label_is_refused_with_its_place(raw, problem_type, message):

@@ -583,11 +583,7 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
     ("row", "problem"),
     [
         ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
-        (
-            {"image": "a.png", "label": ""},
-            "the label is empty, expected a name or a number; samples with several labels, or none: "
-            "--problem_type multi_label",
-        ),
+        ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
         ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
         (
             {"image": "a.png", "label": ["x"]},
@@ -749,7 +745,6 @@ def test_a_tar_file_that_cannot_serve_says_why(tmp_path, members, message):
 def test_tar_files_are_named_as_files(tmp_path):
     train, val = (packed(tmp_path / f"{name}.tar", samples(range(4))) for name in ("in-train-0", "in-val-0"))
     assert refused(train_file=(str(tmp_path),)).endswith(f"{val} for one: give these as --validation_file")
-    assert refused(train_dir=(train,)) == f"--train_dir {train}: a tar file; give it as --train_file"
     assert refused(train_dir=(tmp_path,)).endswith("; --train_file takes tar files")
     list_ = listed(tmp_path, csv_lines())
     expected = f"to validate on {list_}: no tar file, but --train_file names some"
@@ -766,9 +761,7 @@ def test_a_damaged_tar_file_is_named_wherever_the_damage_is(tmp_path):
     holes = [whole[:start] + b"x" * 512 + whole[start + 512 :] for start in starts]
     for content in (b"", b"no tar file" * 100, *cuts, *holes):
         file.write_bytes(content)
-        assert refused(train_file=(str(file),)).startswith(
-            (f"{file}: no tar file, or damaged (", f"{file}: the file is empty")
-        )
+        assert refused(train_file=(str(file),)).startswith(f"{file}: no tar file, or damaged (")
     damaged = bytearray(whole)
     at = whole.index(b"IDAT", starts[4])
     damaged[at + 10 : at + 40] = bytes(30)

@@ -22,10 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.commands.run import kill
 from shared.commands.verify_resume import compare
-from shared.data import audit
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 from tests.conftest import ACCELERATE, ROOT, Run, command, launch_environment, run, run_here, slow
+from tools import audit
 
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"

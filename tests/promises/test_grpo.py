@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shared.commands.verify_resume import compare
-from shared.data import audit
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from tests.conftest import Run, load_template, run, run_here, slow
+from tools import audit
 
 LOGGED = ("loss", "grad_norm", "reward", "reward/correct", "answer_tokens", "equal_groups", "entropy", "cut_answers")
 

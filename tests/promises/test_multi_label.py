@@ -200,10 +200,10 @@ def test_one_label_after_several_forgets_thresholds(one_process, image_folder, t
     ("extra", "message"),
     [
         ({"label": ["ghost"]}, "the class 'ghost' has no image to train on"),
-        ({"label": "cat||dog"}, "val.jsonl:18: one of the labels is empty, expected a name or a number"),
+        ({"label": "cat||dog"}, "val.jsonl:18: the label is empty, expected a name or a number"),
         ({"label": "cat,dog"}, "val.jsonl:18: the label is 'cat,dog': write name|name for several"),
-        ({"label": None}, "val.jsonl:18: the label is null, expected a list of names, or text: name|name"),
-        ({"label": [1.5]}, "val.jsonl:18: one of the labels is a float, expected a name or a number"),
+        ({"label": None}, "val.jsonl:18: the label is null, expected a name or a number"),
+        ({"label": [1.5]}, "val.jsonl:18: the label is a float, expected a name or a number"),
         (("--train_file", ()), "--problem_type multi_label needs the labels of each image"),
         (("--per_device_train_batch_size", 1), "choose an even number"),
     ],

@@ -73,7 +73,7 @@ def test_a_pickle_in_place_of_prepared_data_runs_nothing(
     for path in before:
         path.write_bytes(payload)
     assert trains(template, tmp_path / "again", *flags)
-    assert f"{folder}: prepared data is damaged (" in capsys.readouterr().err
+    assert f"{folder}: prepared data is damaged" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -109,9 +109,7 @@ def test_no_flipped_bit_in_prepared_data_is_learned_from(
         (path,) = rng.choices(files, bits)
         flip(path, rng.randrange(8 * path.stat().st_size))
         assert losses(str(number)) == right, path
-        assert f"{folder}: prepared data is damaged (" in capsys.readouterr().err, path
-        for aside in (tmp_path / "cache").glob("*/.*"):
-            shutil.rmtree(aside)
+        assert f"{folder}: prepared data is damaged" in capsys.readouterr().err, path
 
 
 def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tmp_path):
@@ -122,9 +120,8 @@ def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tm
         for name, fault in (("first", ""), ("second", "prepare:pause#0"))  # rank 1 is there long before the data are
         if name == "first" or not flip(next(cache.glob("corpus/*/tokens.bin")), 0)
     )
-    assert second.output.count("prepared data is damaged (tokens.bin), so it is prepared again") == 1
+    assert second.output.count("prepared data is damaged, so it is prepared again") == 1
     assert second.losses == first.losses
-    assert len([*cache.glob("corpus/*")]) == 2  # one of them put aside
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"

@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from shared.data.loader import parallel_map
 from shared.process import ranks
-from shared.process.errors import ConfigError
 from shared.run import exits
 from tests.conftest import ROOT
 
@@ -37,13 +35,6 @@ def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = done.stdout.decode("ascii")
     assert done.returncode == 0 and "model in" in said, said
-
-
-def test_without_dev_shm_reading_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(os.path, "isdir", lambda path: path != "/dev/shm")
-    assert list(parallel_map(str, [1, 2], 1)) == ["1", "2"]
-    with pytest.raises(ConfigError, match="/dev/shm, which is missing here: mount it, or give --dataloader_num_workers 0"):
-        list(parallel_map(str, [1, 2], 2))
 
 
 def test_too_little_of_it_is_said_in_one_line():

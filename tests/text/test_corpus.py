@@ -1,6 +1,7 @@
 """Text to tokens: what is stored is what was written, and sequences tile it."""
 
 import gzip
+import io
 import json
 import random
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from shared.config.options import BatchConfig
-from shared.data import files, records, store
+from shared.data import records, store
 from shared.data.loader import Share
 from shared.data.order import is_validation, permute
 from shared.data.store import prepare_sources
@@ -320,7 +321,7 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    assert not list((tmp_path / "cache/corpus").iterdir())
+    assert {path.suffix for path in (tmp_path / "cache/corpus").iterdir()} == {".lock"}
 
 
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
@@ -423,12 +424,12 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
     monkeypatch.setattr(store, "BATCH", 2**14)
     size, read = len(rows) if form == "parquet" else path.stat().st_size, []
 
-    class Counted(files.DataFile):
+    class Counted(io.FileIO):
         def readinto(self, buffer):
             read.append(super().readinto(buffer))
             return read[-1]
 
-    monkeypatch.setattr(records, "DataFile", Counted)
+    monkeypatch.setattr(records, "open_bytes", lambda path: io.BufferedReader(Counted(path)))
     batches = pq.ParquetFile.iter_batches
 
     def counted(self, **options):

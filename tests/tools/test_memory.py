@@ -217,7 +217,7 @@ def test_some_of_a_gpu_is_left_to_cuda_and_nccl(monkeypatch, capsys, tmp_path):
     ("arguments", "message"),
     [
         (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
-        (("plam",), "error: no command 'plam': there is ask, audit"),
+        (("plam",), "error: no command 'plam': there is ask, "),
         slow(("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
     ],
 )
