@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +28,7 @@ TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write wi
 OPEN = "\ufdd0"
 CLOSE = "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
 MARK = re.compile(f"{OPEN}(\\d*){CLOSE}")
-# keys of what an assistant says
-SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an assistant's words
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
 
 
@@ -60,22 +59,17 @@ class Encoder:
         special = Special(tokenizer)
         self.special = special.ids
         self._pattern = special.pattern
-        # whether the template writes content that is a list of parts, and not text
-        self.takes_parts = False
-        self.ends = {end_of_text(tokenizer)}  # and what the chat template writes after an answer
         turns = [{"role": "user", "content": CLOSE}, {"role": "assistant", "content": OPEN}]
-        for as_parts in (False, True):
-            with contextlib.suppress(Exception):  # a template may refuse these turns
-                written = _in_parts(turns) if as_parts else turns
-                _, found, after = str(
-                    tokenizer.apply_chat_template(written, tokenize=False)
-                ).partition(OPEN)
-                if found:
-                    self.takes_parts = as_parts
-                    self.ends |= self.special.intersection(
-                        tokenizer(after, add_special_tokens=False)["input_ids"]
-                    )
-                    break
+        self.takes_parts = False
+        as_texts = _attempt(self._render, turns)
+        as_parts = _attempt(self._render, _in_parts(turns))
+        # whether the template writes content that is a list of parts, and not text
+        self.takes_parts = OPEN not in as_texts and OPEN in as_parts
+        after = (as_parts if self.takes_parts else as_texts).partition(OPEN)[2]
+        # and what the chat template writes after an answer
+        self.ends = {end_of_text(tokenizer)} | self.special.intersection(
+            tokenizer(after, add_special_tokens=False)["input_ids"]
+        )
 
     def __call__(
         self, example: Example, where: str, notes: Notes | None = None
@@ -87,10 +81,10 @@ class Encoder:
         token there, unless `example.continues`.
 
         Args:
-            notes: gets `special` (texts with the string of a special token, which is read as that
-                token), `lost` (learned turns, and tools' answers, that are not written whole) and
-                `unlike` (learned turns that do not follow the generation prompt), each with its
-                place.
+            notes: gets `end N` (the token that the last learned turn ends with), and, each with
+                its place, `special` (texts with the string of a special token, which is read as
+                that token), `lost` (learned turns, and tools' answers, that are not written whole)
+                and `unlike` (learned turns that do not follow the generation prompt).
 
         Raises:
             ConfigError: the chat template refuses the conversation.
@@ -122,14 +116,14 @@ class Encoder:
                 if ids[after] in self.special or learned[end + 1 :].any():
                     learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        found = self.end_of(ids, last + 1)
-        if (
-            last >= 0
-            and not example.continues
-            and found not in (self.ends if example.messages is None else self.special)
-        ):
-            ids = [*ids[: last + 1], self.tokenizer.eos_token_id]
+        end = self.end_of(ids, last + 1)
+        ends = self.ends if example.messages is None else self.special
+        if last >= 0 and not example.continues and end not in ends:
+            end = self.tokenizer.eos_token_id
+            ids = [*ids[: last + 1], end]
             learned = np.append(learned[: last + 1], True)
+        if end is not None:
+            notes.add(f"end {end}")
         return ids, learned
 
     def _note_special(self, example: Example, where: str, notes: Notes) -> None:
@@ -214,15 +208,12 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last "
                 "answer), or --loss_on all"
             )
-        calling = {answer.turn for answer in answers if answer.calls}
         for n, part in zip(wanted, learned, strict=True):
-            turn = messages[n]
-            words = _words(turn)
-            is_silent = not str(turn.get("content") or "").strip()
-            # short words may be in `part` by chance
-            is_dropped = words and is_silent and n not in calling
-            is_dropped = is_dropped and _is_dropped(render, text, messages, n)
-            lost = [word for word in words if is_dropped or not _is_written(word, part)]
+            # a name of a letter may be in the end token
+            words = [self._pattern.sub("", word) for word in _words(messages[n])]
+            found = self._pattern.sub("", part)
+            lost = [word for word in words if not _is_written(word, found)]
+            is_silent = not str(messages[n].get("content") or "").strip()
             # a turn without marks is no empty answer
             if is_silent and lost and lost == words and (part or not self.marks_turns):
                 raise ConfigError(
@@ -237,26 +228,10 @@ class Encoder:
             if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
                 notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
         ids, mask, places = self._tokens(text, spans)
-        # of tokens, which do not go across the end of a prompt
-        borders = {*places.ravel().tolist()}
-
-        def unlike(found: list[Answer]) -> set[int]:
-            """The turns that do not follow the generation prompt."""
-            follow = {a.turn for a in found if a.follows and a.start in borders}
-            return {a.turn for a in found} - follow - {0}
-
-        thinking: dict[int, bool] = {}  # with which --enable_thinking a turn would follow it
-        can_think = "enable_thinking" in options["chat_template"]
-        for value in (False, True) if can_think and unlike(answers) else ():
-            with contextlib.suppress(Exception):  # a template may refuse it
-                with_value = partial(render, enable_thinking=value)
-                found = find_answers(with_value, text, messages, wanted)
-                follow = {a.turn for a in found} - unlike(found)
-                thinking = dict.fromkeys(follow, value) | thinking
-        for n in sorted(unlike(answers)):
-            option = {"chat_template_kwargs": {"enable_thinking": thinking.get(n)}}
-            how = f", as it does with {json.dumps(option)[1:-1]}" if n in thinking else ""
-            notes.add("unlike", f"{where}, message {n + 1}{how}")
+        for answer in answers:
+            # a token may go across the end of the prompt
+            if answer.turn and not (answer.follows and answer.start in places):
+                notes.add("unlike", f"{where}, message {answer.turn + 1}")
         return ids, mask
 
     def prompt(self, example: Example, where: str) -> list[int]:
@@ -297,13 +272,6 @@ class Encoder:
     def _refuse_unwritten_tools(self, example: Example, where: str) -> None:
         if example.tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
-        if not self.has_own_template and any(
-            turn["role"] == "tool" or turn.get("tool_calls") for turn in example.messages or ()
-        ):
-            raise ConfigError(
-                f"{where}: calls a tool, but the default chat template has no tools: choose a "
-                "model with a chat template"
-            )
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
@@ -340,19 +308,17 @@ def _words(message: dict[str, Any]) -> list[str]:
     """What an assistant's turn says: its content, its reasoning, and the names and arguments of its
     calls.
     """
+    calls = [[call.get("name"), call.get("arguments")] for call in _called(message)]
+    texts = _texts_in([*(message.get(key) for key in TEXTS), calls])
+    return [part for text in texts for part in text.split(IMAGE) if part.strip()]
 
-    def texts(value: Any) -> list[str]:
-        if isinstance(value, dict):
-            value = [*value, *value.values()]
-        return (
-            [t for part in value for t in texts(part)]
-            if isinstance(value, list)
-            else (value.split(IMAGE) if isinstance(value, str) else [])
-        )
 
-    values = [message.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]
-    values += [call.get(key) for call in _called(message) for key in ("name", "arguments")]
-    return [text for text in texts(values) if text.strip()]
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [text for part in value for text in _texts_in(part)] if isinstance(value, list) else []
 
 
 def _is_written(word: str, text: str) -> bool:
@@ -377,7 +343,14 @@ def _refusals_named(where: str) -> Iterator[None]:
         ) from None
 
 
-def _for_template(messages: Messages, render: Callable[..., Any]) -> Messages:
+def _attempt(render: Callable[..., str], messages: Messages) -> str:
+    """What the template writes; nothing if it refuses the messages."""
+    with contextlib.suppress(Exception):
+        return render(messages)
+    return ""
+
+
+def _for_template(messages: Messages, render: Callable[..., str]) -> Messages:
     """The messages without weights, which are for the loss, and with calls of tools in a form that
     the template writes.
 
@@ -388,54 +361,32 @@ def _for_template(messages: Messages, render: Callable[..., Any]) -> Messages:
     messages = [{key: turn[key] for key in turn if key != "weight"} for turn in messages]
     if not any(map(_called, messages)):
         return messages
-    arguments = [function.get("arguments") for message in messages for function in _called(message)]
-    objects = [value for value in arguments if isinstance(value, dict) and value]
-    silent = [
-        number
-        for number, message in enumerate(messages)
-        if _called(message) and not message.get("content")
-    ]
-    to_json = partial(
-        with_arguments,
-        convert=lambda value: (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-        ),
-    )
     as_json = [
-        {**message, "tool_calls": [*map(to_json, message["tool_calls"])]}
-        if _called(message)
-        else message
-        for message in messages
+        {**turn, "tool_calls": [with_arguments(call, _to_json) for call in turn["tool_calls"]]}
+        if _called(turn)
+        else turn
+        for turn in messages
     ]
+    arguments = [call.get("arguments") for turn in messages for call in _called(turn)]
+    objects = [value for value in arguments if isinstance(value, dict) and value]
+    silent = [n for n, turn in enumerate(messages) if _called(turn) and not turn.get("content")]
     contents: list[dict[str, Any]] = [{}, {"content": ""}, {"content": None}]
-    for content in contents if silent else contents[:1]:
-        for form in (messages, as_json) if objects else (messages,):
-            turns = [
-                {**turn, **content} if number in silent else turn
-                for number, turn in enumerate(form)
-            ]
-            with contextlib.suppress(Exception):
-                text = render(turns)
-                as_python = form is messages and any(str(value) in text for value in objects)
-                if (
-                    text
-                    and not as_python
-                    and not any(_is_dropped(render, text, turns, n) for n in silent[:1])
-                ):
-                    return turns
+    for content, form in product(contents, (messages, as_json)):
+        turns = [{**turn, **content} if n in silent else turn for n, turn in enumerate(form)]
+        text = _attempt(render, turns)
+        as_python = form is messages and any(str(value) in text for value in objects)
+        without = [
+            {"role": turn["role"], "content": ""} if n in silent[:1] else turn
+            for n, turn in enumerate(turns)
+        ]
+        is_dropped = silent and _attempt(render, without) == text
+        if text and not as_python and not is_dropped:
+            return turns
     return as_json if objects else messages
 
 
-def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, number: int) -> bool:
-    """Whether the `text` of a conversation is the same without what a turn says and calls, by
-    whatever name it has it.
-    """
-    turn = {key: value for key, value in messages[number].items() if key not in SAYS} | {
-        "content": ""
-    }
-    with contextlib.suppress(Exception):  # a template may refuse an empty turn
-        return bool(render([*messages[:number], turn, *messages[number + 1 :]]) == text)
-    return False
+def _to_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 class Answer(NamedTuple):
@@ -444,7 +395,6 @@ class Answer(NamedTuple):
     turn: int
     start: int
     stop: int
-    calls: bool  # tools, and they are written
     follows: bool  # what the template's generation prompt gives at inference
 
 
@@ -500,8 +450,7 @@ def find_answers(
         stop = next_place + gap.end
         while text[stop - 1 : stop].isspace():
             stop -= 1
-        calls = gap.turn in outline.calling
-        answers.append(Answer(gap.turn, start, stop, calls, gap.has_prompt and thinks))
+        answers.append(Answer(gap.turn, start, stop, gap.has_prompt and thinks))
     return answers
 
 
@@ -580,20 +529,17 @@ def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[
     """An assistant's turn that says nothing but `mark`: in its texts, or in its thoughts and the
     arguments of its calls.
     """
-    said: dict[str, Any] = {key: mark for key in SAYS[:4] if message.get(key)}
+    said: dict[str, Any] = {key: mark for key in TEXTS if message.get(key)}
     if not calls:
         return {**message, **(said or {"content": mark})}
     if "content" in said:  # some templates write it after the tool's answer
         said["content"] = ""
     marked = []
     for call in message["tool_calls"]:
-        is_text = isinstance(call["function"].get("arguments"), str)
-        marked.append(
-            {
-                **call,
-                "function": {**call["function"], "arguments": mark if is_text else {mark: mark}},
-            }
-        )
+        function = call["function"]
+        is_text = isinstance(function.get("arguments"), str)
+        function = {**function, "arguments": mark if is_text else {mark: mark}}
+        marked.append({**call, "function": function})
     return {**message, **said, "tool_calls": marked}
 
 
