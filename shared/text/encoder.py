@@ -101,19 +101,13 @@ class Encoder:
             ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
-        # the last token of each turn
-        for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():
-            # what the model has to write next, as it ends the turn there
+        ends = np.flatnonzero(np.diff(learned, append=False) & learned).tolist()
+        for end in ends:  # the last token of each turn
             if self.end_of(ids, end + 1) is None:
-                after = next(
-                    (
-                        i
-                        for i in range(end + 1, len(ids))
-                        if str(self.tokenizer.decode(ids[i])).strip()
-                    ),
-                    end,
-                )
-                if ids[after] in self.special or learned[end + 1 :].any():
+                # what the model has to write next, as it ends the turn there
+                words = (i for i in range(end + 1, len(ids)) if self._is_word(ids[i]))
+                after = next(words, end)
+                if ids[after] in self.special or end != ends[-1]:
                     learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
         end = self.end_of(ids, last + 1)
@@ -145,40 +139,37 @@ class Encoder:
         with the word.
         """
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(
-            -1, 2
-        )
+        places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         inside = np.zeros(len(places), dtype=bool)
         for first, last in spans:
-            inside[
-                np.searchsorted(places[:, 1], first, side="right") : np.searchsorted(
-                    places[:, 0], last
-                )
-            ] = True
+            inside |= (places[:, 1] > first) & (places[:, 0] < last)
         return list(encoded["input_ids"]), inside, places
 
     def end_of(self, ids: Sequence[int], stop: int) -> int | None:
         """The special token at the end of `ids[:stop]`, or None. White space after the token is
         ignored.
         """
-        for token in (ids[place] for place in range(stop - 1, -1, -1)):
+        for token in reversed(ids[:stop]):
             if token in self.special:
                 return token
-            if str(self.tokenizer.decode([token])).strip():
+            if self._is_word(token):
                 return None
         return None
 
+    def _is_word(self, token: int) -> bool:
+        """Whether a token is not only white space."""
+        return bool(str(self.tokenizer.decode([token])).strip())
+
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
-        self._refuse_unwritten_tools(example, where)
         messages = example.messages or []
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         chosen = turns[-1:] if self.loss_on == "completion" else turns
         wanted = [n for n in chosen if messages[n].get("weight", 1)]
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []
+        options = self._options(example, where)
+        render = partial(self._render, **options)
         with _refusals_named(where):
-            options = self._options(example)
-            render: Any = partial(self._render, **options)
             messages = _for_template(messages, render)
             if self.marks_turns:
                 text, marked = self._render_marked(messages, **options)
@@ -240,18 +231,20 @@ class Encoder:
         Raises:
             ConfigError: the chat template refuses the conversation, or does not write its tools.
         """
-        self._refuse_unwritten_tools(example, where)
+        render = partial(self._render, **self._options(example, where))
         with _refusals_named(where):
-            render = partial(self._render, **self._options(example))
             messages = _for_template(example.messages or [], render)
-            text = render(messages=messages, add_generation_prompt=True)
+            text = render(messages, add_generation_prompt=True)
         return self._tokens(text, [])[0]
 
-    def _options(self, example: Example) -> Any:
+    def _options(self, example: Example, where: str) -> Any:
         """What the chat template is rendered with, beside the messages."""
+        template = self.tokenizer.get_chat_template(tools=example.tools)
+        if example.tools and "tools" not in template:
+            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         return {
             "tools": example.tools,
-            "chat_template": self._with_fixed_date(example.tools),
+            "chat_template": _with_fixed_date(template),
             **example.template_options,
         }
 
@@ -269,24 +262,18 @@ class Encoder:
         (text,), (marks,) = rendered
         return text, marks
 
-    def _refuse_unwritten_tools(self, example: Example, where: str) -> None:
-        if example.tools and "tools" not in str(self.tokenizer.chat_template):
-            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
 
-    def _with_fixed_date(self, tools: Messages | None) -> str:
-        """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
+def _with_fixed_date(template: str) -> str:
+    """The chat template with a fixed date, if it writes today's.
 
-        Otherwise data prepared tomorrow would differ, and no run could resume on it.
-        """
-        template = self.tokenizer.get_chat_template(tools=tools)
-        if "strftime_now" not in template:
-            return template
-        codes = [f"%{letter}" for letter in ("-d", "-m", "-H", "-I", *"aAbBdeFHIjmMpSTyY")]
-        written = "format" + "".join(
-            f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes
-        )
-        macro = f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}"
-        return f"{macro}{{{{ '' }}}}{template}"
+    Otherwise data prepared tomorrow would differ, and no run could resume on it.
+    """
+    if "strftime_now" not in template:
+        return template
+    codes = dict.fromkeys(re.findall(r"%-?\w", template))
+    written = "format" + "".join(f".replace({c!r}, {TODAY.strftime(c)!r})" for c in codes)
+    macro = f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}"
+    return f"{macro}{{{{ '' }}}}{template}"
 
 
 def _in_parts(messages: Messages) -> Messages:

@@ -197,9 +197,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             message = {key: value for key, value in turn.items() if key not in ("from", "value")}
             message |= {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
             if role == "function_call":
-                call = from_cell(message["content"])
-                calls = [call] if isinstance(call, dict) else call
-                calls = read_list(calls, role, f"{where}: turn {number}")
+                calls = read_list(turn.get("value"), role, f"{where}: turn {number}")
                 message |= {"content": "", "tool_calls": calls}
             messages.append(message)
     elif form == "prompt and completion":
@@ -262,8 +260,9 @@ def _history(record: dict[str, Any], where: str) -> list[list[str]]:
 
 
 def read_list(value: Any, column: str, where: str) -> Messages:
-    """A list of objects, perhaps as JSON. Raises ConfigError for anything else."""
+    """A list of objects, or a single one, perhaps as JSON. Raises ConfigError for anything else."""
     value = from_cell(value)
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value

@@ -22,7 +22,7 @@ from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
-from shared.text.forms import Messages, read_list, require_columns
+from shared.text.forms import read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded
@@ -65,10 +65,10 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     answers = {name: record[name] for name in ("chosen", "rejected")}
     texts = [name for name, answer in answers.items() if isinstance(answer, str)]
     if form.startswith("ShareGPT"):
-        asked = _turns(record["conversations"], "conversations", where)
+        asked = read_list(record["conversations"], "conversations", where)
         asked = [{**turn, "weight": 0} for turn in asked]
         answers |= {name: {"from": "gpt", "value": answers[name]} for name in texts}
-        both = [_turns(answer, name, where) for name, answer in answers.items()]
+        both = [read_list(answer, name, where) for name, answer in answers.items()]
         return "ShareGPT conversations", [
             {**others, "conversations": asked + answer} for answer in both
         ]
@@ -78,9 +78,9 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     else:
         if "prompt" in record:
             answers |= {name: {"role": "assistant", "content": answers[name]} for name in texts}
-        both = [_turns(answer, name, where) for name, answer in answers.items()]
+        both = [read_list(answer, name, where) for name, answer in answers.items()]
         prompt = {"role": "user", "content": prompt} if isinstance(prompt, str) else prompt
-        prompt = _turns(prompt, "prompt", where)
+        prompt = read_list(prompt, "prompt", where)
         # whole conversations, prompt and all
         if any(answer and answer[0].get("role") != "assistant" for answer in both):
             turns = zip(*both, strict=False)
@@ -89,11 +89,6 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     return "prompt and completion", [
         {**others, "prompt": prompt, "completion": answer} for answer in both
     ]
-
-
-def _turns(value: Any, column: str, where: str) -> Messages:
-    """A column of messages, or of one."""
-    return read_list([value] if isinstance(value, dict) else value, column, where)
 
 
 class ToPairs(chat.ToSamples):
