@@ -284,10 +284,14 @@ class Conversations(Split):
 
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the last learned turn, the ids of that turn, the columns of the record that
-        are not learned): what to give the model, and what to compare with.
+        are not learned): what to give the model, and what to compare with. If nothing is learned,
+        all ids are before it.
         """
         ids, learned = self.tokens(index)
-        cut = np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1]
+        begins = np.flatnonzero(np.diff(learned, prepend=False) & learned)
+        if not len(begins):
+            return ids.tolist(), [], self.line("columns", index)
+        cut = begins[-1]
         end = cut + learned[cut:].sum()
         cut = cut or min(16, len(ids) // 2)
         return ids[:cut].tolist(), ids[cut:end].tolist(), self.line("columns", index)
