@@ -33,7 +33,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.text.options import CorpusConfig
-from shared.text.special import Special, read_as_text
+from shared.text.special import Special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -287,7 +287,6 @@ class EncodeDocuments:
 
     def __call__(self, items: list[Piece], notes: Notes) -> Encoded:
         tokens, lengths = self.tokenise(items)
-        notes.counts["special"] += self.tokenise.special.count([piece[0] for piece in items])
         last = np.array([piece[3] for piece in items])
         sizes = np.array([before + len(text.encode()) for text, _, _, _, before in items])
         return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": sizes[last]})
@@ -453,5 +452,5 @@ def open_splits(
     notes.update(store.notes)
     if given is not None:
         notes.update(given.notes)
-    about += read_as_text(notes.counts["special"]) + records.not_used(notes.named("unused "))
+    about += records.not_used(notes.named("unused "))
     return Splits(train, validation, about)

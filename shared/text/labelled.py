@@ -19,7 +19,7 @@ from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
-from shared.text.special import Special, read_as_text
+from shared.text.special import Special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,7 +199,6 @@ class EncodeTexts:
         }
         added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
-        notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
         for encoding in encoded.encodings:
             if encoding.overflowing:
                 notes.add_cut(sum(map(len, [encoding, *encoding.overflowing])))
@@ -287,6 +286,6 @@ def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> st
         f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, "
         f"{lengths.min()}-{lengths.max()} tokens "
         f"(mean {lengths.mean():.0f}), {notes.counts['cut']:,} of all cut to {config.seq_length}; "
-        f"{len(validation):,} to validate on, {how}{read_as_text(notes.counts['special'])}"
+        f"{len(validation):,} to validate on, {how}"
         f"{records.not_used(notes.named('unused '))}"
     )
