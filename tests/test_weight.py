@@ -28,9 +28,9 @@ FOLDERS = {
     "models": 25_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
     "parallel": 7_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 4_100,  # start.py and cache_dir came from config, record_end from run
-    "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
+    "rollouts": 3_400,  # 2026-11-28: answers that the model in training samples, for grpo.py
     "run": 23_000,  # 2026-11-28: tuned.py came from dpo.py
-    "text": 23_100,
+    "text": 20_900,
     "training": 6_600,  # flags of replicas came from config; a step may take batches that the template made
     "vision": 6_600,  # 2026-11-28: images in conversations
 }
@@ -38,14 +38,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 102_200,
-    "full_finetune": 100_700,
-    "grpo": 99_400,  # 2026-11-28: new
+    "dpo": 100_800,
+    "full_finetune": 99_400,
+    "grpo": 97_900,  # 2026-11-28: new
     "image_classification": 80_700,
-    "lora_finetune": 104_400,
-    "pretrain": 88_900,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 80_700,
-    "text_classification": 91_100,
+    "lora_finetune": 103_200,
+    "pretrain": 88_000,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 80_300,
+    "text_classification": 90_600,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

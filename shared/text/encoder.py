@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -341,35 +341,24 @@ def _for_template(messages: Messages, render: Callable[..., str]) -> Messages:
     """The messages without weights, which are for the loss, and with calls of tools in a form that
     the template writes.
 
-    Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A
-    turn that calls a tool, and has no text, gets an empty or a null content if the template needs
-    one.
+    A call without a text gets an empty one. Arguments are objects, or JSON text if the template
+    refuses objects or prints them as Python.
     """
     messages = [{key: turn[key] for key in turn if key != "weight"} for turn in messages]
-    if not any(map(_called, messages)):
+    messages = [{**turn, "content": turn.get("content") or ""} for turn in messages]
+    arguments = [call.get("arguments") for turn in messages for call in _called(turn)]
+    objects = [value for value in arguments if isinstance(value, dict) and value]
+    if not objects:
         return messages
-    as_json = [
+    text = _attempt(render, messages)
+    if text and not any(str(value) in text for value in objects):
+        return messages
+    return [
         {**turn, "tool_calls": [with_arguments(call, _to_json) for call in turn["tool_calls"]]}
         if _called(turn)
         else turn
         for turn in messages
     ]
-    arguments = [call.get("arguments") for turn in messages for call in _called(turn)]
-    objects = [value for value in arguments if isinstance(value, dict) and value]
-    silent = [n for n, turn in enumerate(messages) if _called(turn) and not turn.get("content")]
-    contents: list[dict[str, Any]] = [{}, {"content": ""}, {"content": None}]
-    for content, form in product(contents, (messages, as_json)):
-        turns = [{**turn, **content} if n in silent else turn for n, turn in enumerate(form)]
-        text = _attempt(render, turns)
-        as_python = form is messages and any(str(value) in text for value in objects)
-        without = [
-            {"role": turn["role"], "content": ""} if n in silent[:1] else turn
-            for n, turn in enumerate(turns)
-        ]
-        is_dropped = silent and _attempt(render, without) == text
-        if text and not as_python and not is_dropped:
-            return turns
-    return as_json if objects else messages
 
 
 def _to_json(arguments: Any) -> Any:

@@ -225,14 +225,16 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     for store in trained.values():
         store.notes.warn_of_cuts(store.source, len(store))
     stores = [*trained.values(), *given.values()]
-    starts = np.cumsum([0, *map(len, stores)])
+    everything = Split(
+        {str(n): store for n, store in enumerate(stores)},
+        [np.arange(len(store)) for store in stores],
+    )
     raw = [label for store in stores for label in store.lines("label")]
 
     def where(number: int) -> str:
-        of = int(np.searchsorted(starts, number, side="right")) - 1
-        return stores[of].line("record", number - int(starts[of]))["where"]
+        return everything.line("record", number)["where"]
 
-    first_given = int(starts[len(trained)])
+    first_given = sum(map(len, trained.values()))
     problem_type = config.problem_type or problem_type_of(raw)
     labels = read_labels(raw, problem_type, where, trained=first_given)
     warn_of_joined(set(labels.classes), labels.problem_type)

@@ -225,8 +225,8 @@ def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatm
 
 def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
-    for content, message in ((None, "refuses this conversation"), ("", "writes nothing of what the assistant says")):
-        with pytest.raises(ConfigError, match=rf"^here: the chat template {message}"):
+    for content in (None, ""):
+        with pytest.raises(ConfigError, match=r"^here: the chat template writes nothing of what the assistant says"):
             Encoder(tokenizer, "assistant")(Example([TURNS[1], call | {"content": content}]), "here")
 
 
