@@ -1,19 +1,13 @@
 r"""Let a causal language model learn from rewards for its own answers: GRPO and relatives.
 
     accelerate launch templates/grpo.py                                  # offline demo, any machine
-    accelerate launch templates/grpo.py --model_name_or_path ORG/NAME --train_file problems.jsonl \
-        --load_in_4bit
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/grpo.py --full \
-        --model_name_or_path ...
+    accelerate launch templates/grpo.py --model_name_or_path ORG/NAME --train_file problems.jsonl
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/grpo.py --full
 
-Each step samples answers to some prompts, rewards them by `rewards` below, and makes those more
-likely that did better than others to the same prompt. GRPO: Shao et al., arXiv 2402.03300.
-Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other than there:
-
-- Groups whose rewards are all equal teach nothing and are left out, not sampled again as in DAPO.
-- There is no KL penalty by default, as in Dr. GRPO and DAPO.
-- Answers are sampled at temperature 1, from the distribution that is trained.
-- An answer that --max_new_tokens cut gets the reward of what is there.
+Each step samples answers to some prompts at temperature 1, rewards them by `rewards` below, and
+makes those more likely that did better than others to the same prompt. GRPO: Shao et al., arXiv
+2402.03300. Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Groups whose
+rewards are all equal are left out, not sampled again as in DAPO.
 """
 
 import re
@@ -41,7 +35,6 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
 
-DEMO_STEPS = 60  # about two minutes on two CPU cores
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 
 
@@ -52,8 +45,7 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, and no adapters
     group_size: Count = 16  # Answers that are sampled for each prompt
-    # Tokens of an answer, at most; if not given, 512
-    max_new_tokens: Count | None = None
+    max_new_tokens: Count | None = None  # Tokens of an answer, at most; if not given, 512
     # What the loss is a mean over. token: all tokens (DAPO); answer: answers, each of them a mean
     # over its tokens (GRPO); constant: as many tokens as answers may have (Dr. GRPO)
     normalise: Literal["token", "answer", "constant"] = "token"
@@ -63,10 +55,8 @@ class Config:
     # With several updates: a token's probability ratio counts up to 1 - epsilon_low ...
     epsilon_low: Positive = 0.2
     epsilon_high: Positive = 0.28  # ... and 1 + epsilon_high (DAPO; GRPO has 0.2 for both)
-    # Number of validation prompts whose answers are printed before training and at its end
-    num_generations: Free[CountOrZero] = 2
-    # Number of validation prompts that the model answers at each evaluation, without sampling
-    eval_answers: Free[Count] = 128
+    num_generations: Free[CountOrZero] = 2  # Answers printed before training and at its end
+    eval_answers: Free[Count] = 128  # Validation prompts answered at each evaluation, greedily
     kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters
     adapter: AdapterConfig = ADAPTER
     data: PromptConfig = PromptConfig()
@@ -82,10 +72,7 @@ class Config:
         if self.full and self.adapter != ADAPTER:
             raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
         if self.kl_coef and (self.full or self.adapter.modules_to_save):
-            raise ConfigError(
-                "--kl_coef needs adapters alone, which are switched off for the reference: drop "
-                "--full and --modules_to_save"
-            )
+            raise ConfigError("--kl_coef needs adapters alone: drop --full and --modules_to_save")
         if self.group_size < 2:
             raise ConfigError("--group_size: answers are compared, so at least 2")
 
@@ -99,41 +86,35 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
-from shared.data.order import Order
+from shared.data.order import Batch
 from shared.models.counts import count_parameters
 from shared.models.loss import fuse_head, target_log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel import sharding
-from shared.rollouts.prompts import Prompts, describe, fingerprint, read_prompts
-from shared.rollouts.rollouts import Rollouts, Sampling
+from shared.rollouts.prompts import describe, fingerprint, read_prompts
+from shared.rollouts.rollouts import Rollouts
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.run.tuned import load_tuned, save_tuned
+from shared.text.chat import Conversations
 from shared.training import defaults, optim
 from shared.training.step import Step
 
 
 def numbers_in(text: Any) -> list[float]:
     """The numbers in a text; commas separate thousands."""
-    return [
-        float(found.replace(",", "")) for found in re.findall(r"-?\d[\d,]*(?:\.\d+)?", str(text))
-    ]
+    return [float(n.replace(",", "")) for n in re.findall(r"-?\d[\d,]*(?:\.\d+)?", str(text))]
 
 
 def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """How good an answer is: numbers whose sum is the reward, each logged by its name. Edit it for
-    your task.
+    """How good an answer is: numbers whose sum is the reward, each logged by its name.
 
-    Args:
-        record: the text `prompt`, and the other columns of the data.
+    Edit it for your task. `record` has the text `prompt`, and the other columns of the data.
     """
     numbers = numbers_in(answer)
     right = numbers_in(record.get("answer", record.get("reference")))
-    return {
-        "correct": float(numbers[-1:] == right[-1:] != []),
-        "format": 0.1 * bool(numbers),
-    }
+    return {"correct": float(numbers[-1:] == right[-1:] != []), "format": 0.1 * bool(numbers)}
 
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
@@ -142,24 +123,20 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     return {"reward": sum(parts.values())} | parts
 
 
-def build_model(setup: Setup, tokenizer: Any, train: Prompts) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
     """The frozen base with trainable adapters; with --full all weights."""
-    return load_tuned(setup, tokenizer, int(train.lengths.max()) + setup.config.max_new_tokens)
+    return load_tuned(setup, tokenizer, int(train.lengths.max()) + 1 + setup.config.max_new_tokens)
 
 
 def advantages_of(config: Config, rewards: torch.Tensor) -> torch.Tensor:
-    """How much better each answer is than the others of its group: [prompts, group], as
-    `rewards`.
-    """
+    """How much better each answer is than the others of its group: [prompts, group]."""
     differences = rewards - rewards.mean(1, keepdim=True)
     if config.scale_rewards:
         differences = differences / (rewards.std(1, keepdim=True) + 1e-4)
     return torch.where(rewards.amax(1, True) > rewards.amin(1, True), differences, 0.0)
 
 
-def policy_loss(
-    config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None
-) -> torch.Tensor:
+def policy_loss(config: Config, model: nn.Module, batch: Batch, log: Any = None) -> torch.Tensor:
     """The loss summed over this micro-batch's tokens, weighted as --normalise says."""
     reference = None
     if config.kl_coef:  # first: it switches the adapters off and on again
@@ -182,30 +159,16 @@ def policy_loss(
     return (losses * batch["weights"]).sum()
 
 
-def evaluate(run: Run, model: nn.Module, held_out: Prompts, tokenizer: Any) -> None:
+def evaluate(run: Run, model: nn.Module, held_out: Conversations, tokenizer: Any) -> None:
     """Log the rewards of answers to validation prompts, the likeliest token at each place."""
     with run.evaluating(model):
         run.log_evaluation(log_answers(run, model, held_out, tokenizer, score))
 
 
-def build_rollouts(setup: Setup, train: Prompts, tokenizer: Any) -> Rollouts:
+def build_rollouts(setup: Setup, train: Conversations, tokenizer: Any) -> Rollouts:
     """What takes the place of a loader: prompts, and the answers that the model samples."""
     config = setup.config
-    batch = config.batch
-    rollouts = Rollouts(
-        train,
-        tokenizer,
-        Order(len(train), batch.global_batch_size, batch.seed, drop_last=True),
-        sharding.share(setup.accelerator),
-        Sampling(
-            group=config.group_size,
-            updates=config.updates_per_rollout,
-            max_new_tokens=config.max_new_tokens,
-            per_device=batch.per_device_train_batch_size,
-            at_once=batch.per_device_eval_batch_size,
-            seed=batch.seed,
-        ),
-    )
+    rollouts = Rollouts(config, train, tokenizer, sharding.share(setup.accelerator))
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.strategy.require("--updates_per_rollout")
         setup.keep("rollout", rollouts.tensors)
@@ -213,9 +176,7 @@ def build_rollouts(setup: Setup, train: Prompts, tokenizer: Any) -> Rollouts:
 
 
 def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> None:
-    """Sample and reward answers, unless those of the step before count for this one, too. Then one
-    update.
-    """
+    """Sample and reward answers, unless those of the step before still count. Then one update."""
     config = run.config
     means: dict[str, float] = {}
     if rollouts.begins(step.number):
@@ -237,8 +198,7 @@ def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> No
 def main(config: Config) -> None:
     setup = Setup(config, "grpo")
     if config.data.is_demo:
-        demo_settings = {"global_batch_size": 16, "max_steps": DEMO_STEPS, "max_new_tokens": 3}
-        setup.set_defaults("the demo", **demo_settings)
+        setup.set_defaults("the demo", global_batch_size=16, max_steps=60, max_new_tokens=3)
     if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
         setup.set_defaults("the demo's model", learning_rate=1e-3)
     config = setup.set_defaults("answers", max_new_tokens=512)
@@ -249,30 +209,24 @@ def main(config: Config) -> None:
     width = defaults.width(model)
     rate = defaults.preference_rate(width, full=config.full)
     setup.set_defaults(f"rewards, width {width}", learning_rate=rate)
-    config = setup.set_defaults(
-        f"{len(train):,} prompts", **defaults.for_prompts(config.batch, len(train))
-    )
-
-    # on the device, sharded
-    model, _ = setup.prepare(model, optim.build(model, config.optim))
+    fitting = defaults.for_prompts(config.batch, len(train))
+    config = setup.set_defaults(f"{len(train):,} prompts", **fitting)
+    model, _ = setup.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     rollouts = build_rollouts(setup, train, tokenizer)
     steps = config.batch.total_steps(rollouts.steps_per_epoch)
     config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
     head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    # --find_batch_size, --dress_rehearsal
-    config = setup.rehearse(rollouts, partial(policy_loss, config, model))
+    config = setup.rehearse(rollouts, partial(policy_loss, config, model))  # if a flag asks
     about = describe(train, held_out, config.data)
-    # from the newest checkpoint, if there is one
-    run = setup.start(
+    run = setup.start(  # from the newest checkpoint, if there is one
         rollouts,
         fingerprint=fingerprint(train, held_out),
         total_steps=steps,
         makes="merged" if config.adapter.merge_adapter else "final",
         batch=rollouts.describe(),
         data=about,
-        model=f"{config.model_name_or_path}, {parameters:,} parameters",
+        model=f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained",
         log_probabilities=head,
-        trained=f"{trained:,} parameters ({trained / parameters:.2%})",
     )
     if run.should_evaluate():
         evaluate(run, model, held_out, tokenizer)
@@ -281,15 +235,11 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, held_out, tokenizer)
     run.load_best_weights()
-    title = "tuned by rewards"
-    save_tuned(run, model, tokenizer, title=title, about=about, end=train.end)
-    before, after = (
-        values.get("eval_reward", 0.0) for values in (run.state.before, run.state.results)
-    )
+    save_tuned(run, model, tokenizer, title="tuned by rewards", about=about, end=train.end)
+    before, after = (v.get("eval_reward", 0.0) for v in (run.state.before, run.state.results))
     run.close(
         f"reward of answers to validation prompts {before:.3f} before, {after:.3f} after training",
-        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl, "
-        "answers.jsonl, rollouts.jsonl and config.yaml beside it",
+        f"wrote {run.dir}/final; curves.png, metrics.jsonl and rollouts.jsonl beside it",
     )
 
 

@@ -75,6 +75,7 @@ if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
+from torch.utils.data import default_collate
 
 from shared.data import records
 from shared.data.loader import Loader
@@ -121,7 +122,7 @@ def build_datasets(setup: Setup) -> Data:
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = load_tokenizer(name) if name else None
     share = sharding.share(setup.accelerator)
-    collate = collate_packed if options.isolate_documents else corpus.collate
+    collate = collate_packed if options.isolate_documents else default_collate
     held_out: Samples
     train: Loader | Stream
     if options.streaming:

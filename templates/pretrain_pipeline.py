@@ -89,6 +89,7 @@ if __name__ == "__main__":
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM
 
 from shared.data.loader import Loader
@@ -140,7 +141,7 @@ def build_datasets(setup: Setup) -> Data:
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
     train = Loader(
         text.train,
-        corpus.collate,
+        default_collate,
         order,
         share,
         per_device=rows,
@@ -148,7 +149,7 @@ def build_datasets(setup: Setup) -> Data:
     )
     chosen = EvenSubset(text.validation, options.eval_samples)
     eval_order = Order(len(chosen), batch.global_batch_size, 0, shuffle=False)
-    validation = Loader(chosen, corpus.collate, eval_order, share, per_device=rows)
+    validation = Loader(chosen, default_collate, eval_order, share, per_device=rows)
     return Data(
         train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token
     )

@@ -253,9 +253,24 @@ def parallel_map(
         del results
 
 
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch on a device. The host does not wait for the copy of a pinned one."""
-    return {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+    """A batch on a device. A pinned one is copied to a GPU while it computes the batch before, and
+    the host does not wait.
+    """
+    if device.type != "cuda":
+        return {key: tensor.to(device) for key, tensor in batch.items()}
+    using = torch.cuda.current_stream(device)
+    with torch.cuda.stream(_copies(device)):
+        moved = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+    using.wait_stream(_copies(device))
+    for tensor in moved.values():  # else its memory is reused while that stream still reads it
+        tensor.record_stream(using)
+    return moved
 
 
 @dataclass

@@ -18,8 +18,9 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.rollouts.options import PromptConfig
 from shared.text import chat
+from shared.text.chat import Conversations
 from shared.text.encoder import Encoder
-from shared.text.forms import Messages, from_cell, read_example
+from shared.text.forms import from_cell, read_example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,9 +64,9 @@ class ToPrompts(chat.ToSamples):
 
     def recognise(self, record: dict[str, Any], where: str) -> str:
         """The column of the prompt. Raises ConfigError if there is none."""
-        columns = [self.column] if self.column else COLUMNS
-        if found := [column for column in columns if column in record]:
-            return found[0]
+        for column in [self.column] if self.column else COLUMNS:
+            if column in record:
+                return column
         raise ConfigError(
             f"{where}: none of the columns {', '.join(map(str, record))} is the prompt: name it "
             "with --prompt_column"
@@ -84,9 +85,8 @@ class ToPrompts(chat.ToSamples):
         encoded = super().__call__(items, notes)
         # other right answers are other data, too
         columns = encoded.lines["columns"]
-        texts = [json.dumps(line, sort_keys=True, default=str) for line in columns]
-        others = [zlib.crc32(text.encode()) for text in texts]
-        encoded.table["others"] = np.array(others, np.int64)
+        texts = [json.dumps(line, sort_keys=True, default=str).encode() for line in columns]
+        encoded.table["others"] = np.array([*map(zlib.crc32, texts)], np.int64)
         return encoded
 
     def samples(
@@ -108,66 +108,43 @@ class ToPrompts(chat.ToSamples):
         return [(ids, np.zeros(len(ids), bool))]
 
     def _rendered(self, record: dict[str, Any], asked: Any, where: str) -> list[int]:
-        turns: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         answer = [{"role": "assistant", "content": "-"}]  # without one, there is nothing to learn
-        pair = record | {"prompt": turns, "completion": answer}
+        record = record | {"prompt": turns, "completion": answer}
         if self.system:
-            pair["system"] = self.system
-        example = read_example(pair, "prompt and completion", where)
+            record["system"] = self.system
+        example = read_example(record, "prompt and completion", where)
         assert example.messages
         return self.encoder.prompt(replace(example, messages=example.messages[:-1]), where)
 
 
-class Prompts:
-    """Prepared prompts, an index each.
-
-    Attributes:
-        samples: as `chat.open_samples` prepared them.
-        end: the token that ends an answer beside the tokenizer's own, if there is one.
-        lengths: [prompts], in tokens.
-    """
-
-    def __init__(self, samples: chat.Conversations) -> None:
-        self.samples = samples
-        self.end = samples.end
-        self.lengths = samples.lengths + 1
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
-        """(its ids, none of a reference, the other columns): see `answers.log_answers`."""
-        ids, _ = self.samples.tokens(index)
-        return ids.tolist(), [], self.samples.line("columns", index)
-
-
 def read_prompts(
     options: PromptConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Prompts, Prompts]:
+) -> tuple[Conversations, Conversations]:
     """(prompts to train on, to validate on), tokenised. Notes the first. Every rank calls this.
 
     Raises:
         ConfigError: wrong input, with its place, or no prompt that is short enough.
     """
-    train, held_out = map(Prompts, chat.open_samples(options, tokenizer, ToPrompts))
+    train, held_out = chat.open_samples(options, tokenizer, ToPrompts)
     ids, _, columns = train.prompt(0)
     note("first prompt:", *indented(str(tokenizer.decode(ids))))
     note(f"the reward function also gets: {', '.join(columns) or 'nothing'}")
     return train, held_out
 
 
-def describe(train: Prompts, held_out: Prompts, options: PromptConfig) -> str:
+def describe(train: Conversations, held_out: Conversations, options: PromptConfig) -> str:
     """One line about the data: counts, lengths."""
-    (store,) = train.samples.stores
+    (store,) = train.stores
+    lengths = train.lengths + 1  # tokens
     counts = store.notes.counts
     return (
         f"{store.source}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
         f"{options.seq_length} tokens and left out; {len(train):,} to train on, of "
-        f"{train.lengths.min()}-{train.lengths.max()} tokens; {len(held_out):,} to validate on"
+        f"{lengths.min()}-{lengths.max()} tokens; {len(held_out):,} to validate on"
     )
 
 
-def fingerprint(train: Prompts, held_out: Prompts) -> str:
+def fingerprint(train: Conversations, held_out: Conversations) -> str:
     """Changes when the prompts, or what their answers are checked with, do."""
-    parts = [split.samples.fingerprint for split in (train, held_out)]
-    return prepared.fingerprint(prompts=parts)
+    return prepared.fingerprint(prompts=[train.fingerprint, held_out.fingerprint])

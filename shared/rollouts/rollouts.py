@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,83 +19,66 @@ from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.process.errors import ConfigError
-from shared.rollouts.prompts import Prompts
 from shared.run.run import Run
+from shared.text.chat import Conversations
 from shared.text.packing import collate_padded
 
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How answers are sampled.
-
-    Args:
-        group: answers to each prompt.
-        updates: optimizer steps on the same answers.
-        max_new_tokens: of an answer, at most.
-        per_device: answers in one forward of one device in training.
-        at_once: answers that one device samples at once.
-        seed: of the run.
-    """
-
-    group: int
-    updates: int
-    max_new_tokens: int
-    per_device: int
-    at_once: int
-    seed: int
-
-
 class Rollouts:
     """The data of a run that learns from its own answers: takes the place of a `Loader`.
 
-    A rollout is `group` answers to each prompt of a global batch, and is learned in `updates`
-    optimizer steps. Its tensors are the same on all ranks, and fixed in size, so that a checkpoint
-    can hold them.
+    A rollout is `group_size` answers to each prompt of a global batch, and is learned in
+    `updates_per_rollout` optimizer steps. Its tensors are the same on all ranks, and fixed in size,
+    so that a checkpoint can hold them.
 
     Args:
+        config: of a template, with `group_size`, `updates_per_rollout`, `max_new_tokens` and
+            `batch`: a device learns per_device_train_batch_size answers at once, and samples
+            per_device_eval_batch_size.
         prompts: to train on.
-        order: of global batches of prompts, one for each rollout.
         share: what this process reads.
 
     Attributes:
-        tensors: on the CPU, by row; row i answers prompt i // group of the global batch.
+        tensors: on the CPU, by row; row i answers prompt i // group_size of the
+            global batch.
             answers: [rows, max_new_tokens] int64, -1 after an answer's end.
             advantages: [rows] fp32.
             old: [rows, max_new_tokens] fp32, the tokens' log-probabilities before the first of
             several updates.
     """
 
-    def __init__(
-        self, prompts: Prompts, tokenizer: Any, order: Order, share: Share, sampling: Sampling
-    ) -> None:
-        if len(prompts) < order.global_batch_size:
+    def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
+        batch = config.batch
+        if len(prompts) < batch.global_batch_size:
             raise ConfigError(
                 f"{len(prompts):,} prompts are fewer than one --global_batch_size of "
-                f"{order.global_batch_size}: choose {len(prompts)} or less"
+                f"{batch.global_batch_size}: choose {len(prompts)} or less"
             )
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.ends = ends_of(tokenizer, prompts.end)
-        self.order = order
+        self.order = Order(len(prompts), batch.global_batch_size, batch.seed, drop_last=True)
         self.share = share
-        self.sampling = sampling
-        self.per_device = sampling.per_device
-        rows = order.global_batch_size * sampling.group
+        self.group = config.group_size
+        self.updates = config.updates_per_rollout
+        self.max_new_tokens = config.max_new_tokens
+        self.per_device = batch.per_device_train_batch_size
+        self.at_once = batch.per_device_eval_batch_size
+        rows = batch.global_batch_size * self.group
         self.tensors = {
-            "answers": torch.full((rows, sampling.max_new_tokens), -1),
+            "answers": torch.full((rows, self.max_new_tokens), -1),
             "advantages": torch.zeros(rows),
-            "old": torch.zeros(rows, sampling.max_new_tokens),
+            "old": torch.zeros(rows, self.max_new_tokens),
         }
 
     def describe(self) -> str:
         """How a global batch is made up, for the summary."""
-        options = self.sampling
         return (
-            f"{self.order.global_batch_size} prompts x {options.group} answers; each of "
-            f"{self.share.world_size} process(es) samples {options.at_once} and learns "
+            f"{self.order.global_batch_size} prompts x {self.group} answers; each of "
+            f"{self.share.world_size} process(es) samples {self.at_once} and learns "
             f"{self.per_device} at once"
         )
 
@@ -103,14 +86,14 @@ class Rollouts:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.order.steps_per_epoch * self.sampling.updates
+        return self.order.steps_per_epoch * self.updates
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """A window for each optimizer step in range(start, stop), without micro-batches: see
         `micro_batches`.
         """
         for step in range(start, stop):
-            number = step // self.sampling.updates
+            number = step // self.updates
             # later updates read no new prompts
             prompts = self.order.indices(number) if self.begins(step + 1) else np.zeros(0, np.int64)
             share = (self.share.rank, self.share.world_size, self.per_device)
@@ -128,7 +111,7 @@ class Rollouts:
         full length.
         """
         prompt, *_ = self.prompts.prompt(int(np.argmax(self.prompts.lengths)))
-        answered = self._row(prompt, np.zeros(self.sampling.max_new_tokens, np.int64))
+        answered = self._row(prompt, np.zeros(self.max_new_tokens, np.int64))
         batch = collate_padded([answered] * rows, multiple_of=16)
         for name in ("advantages", "weights", "old"):
             batch[name] = torch.zeros(len(batch["targets"]))
@@ -138,7 +121,7 @@ class Rollouts:
 
     def begins(self, step: int) -> bool:
         """Whether optimizer step `step`, from 1, needs new answers."""
-        return (step - 1) % self.sampling.updates == 0
+        return (step - 1) % self.updates == 0
 
     def sample(
         self, run: Run, model: nn.Module, reward: Reward
@@ -162,24 +145,21 @@ class Rollouts:
             ConfigError: a reward is not finite.
         """
         start = time.perf_counter()
-        options = self.sampling
-        number = (run.state.step - 1) // options.updates
+        number = (run.state.step - 1) // self.updates
         samples = [self.prompts.prompt(int(index)) for index in self.order.indices(number)]
-        rows = [sample for sample in samples for _ in range(options.group)]
-        draws = np.stack(
-            [
-                np.random.default_rng((options.seed, number, row)).random(options.max_new_tokens)
-                for row in range(len(rows))
-            ]
-        )
-        mine = batches([len(ids) for ids, *_ in rows], options.at_once, self.share)
+        rows = [sample for sample in samples for _ in range(self.group)]
+        draws = [
+            np.random.default_rng((self.order.seed, number, row)).random(self.max_new_tokens)
+            for row in range(len(rows))
+        ]
+        mine = batches([len(ids) for ids, *_ in rows], self.at_once, self.share)
         answered = answer(
             model,
             [ids for ids, *_ in rows],
             mine.tolist(),
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             ends=self.ends,
-            draws=draws,
+            draws=np.stack(draws),
         )
         rewarded: dict[int, tuple[list[int], dict[str, float]]] = {}
         for row, ids in answered:
@@ -191,10 +171,10 @@ class Rollouts:
                 raise ConfigError(f"the reward of {text!r} is not finite: {parts}")
             rewarded[row] = (ids, parts)
         by_row = dict(gather_object(list(rewarded.items())))
+        answers, rewards = zip(*(by_row[row] for row in range(len(rows))), strict=True)
         self.tensors["answers"].fill_(-1)
-        for row, (ids, _) in by_row.items():
+        for row, ids in enumerate(answers):
             self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
-        everything = [by_row[row] for row in range(len(rows))]
         shown = [
             {
                 "step": run.state.step,
@@ -202,24 +182,20 @@ class Rollouts:
                 "answer": self.tokenizer.decode(ids),
                 "rewards": parts,
             }
-            for ids, parts in everything[: options.group]
+            for ids, parts in zip(answers[: self.group], rewards, strict=False)
         ]
         keep_rows(run, "rollouts.jsonl", shown)
-        rewards = torch.tensor([sum(parts.values()) for _, parts in everything])
-        lengths = [len(ids) for ids, _ in everything]
-        cut = [
-            len(ids) == options.max_new_tokens and ids[-1] not in self.ends for ids, _ in everything
-        ]
-        means = {"reward": rewards.mean().item()}
-        for name in dict.fromkeys(name for _, parts in everything for name in parts):
-            total = sum(parts.get(name, 0.0) for _, parts in everything)
-            means[f"reward/{name}"] = total / len(rows)
+        is_cut = [len(ids) == self.max_new_tokens and ids[-1] not in self.ends for ids in answers]
+        sums = torch.tensor([sum(parts.values()) for parts in rewards])
+        means = {"reward": sums.mean().item()}
+        for name in dict.fromkeys(name for parts in rewards for name in parts):
+            means[f"reward/{name}"] = fmean(parts.get(name, 0.0) for parts in rewards)
         means |= {
-            "answer_tokens": sum(lengths) / len(rows),
-            "cut_answers": sum(cut) / len(rows),
+            "answer_tokens": fmean(map(len, answers)),
+            "cut_answers": fmean(is_cut),
             "rollout_seconds": time.perf_counter() - start,
         }
-        return rewards.view(len(samples), options.group), means
+        return sums.view(len(samples), self.group), means
 
     # Learning -------------------------------------------------------------------------------------
 
@@ -239,38 +215,37 @@ class Rollouts:
         Args:
             normalise: token, answer or constant.
         """
-        options = self.sampling
-        indices = self.order.indices((step - 1) // options.updates)
+        indices = self.order.indices((step - 1) // self.updates)
         prompts = [self.prompts.prompt(int(index))[0] for index in indices]
-        answers = self.tensors["answers"][: len(prompts) * options.group].numpy()
+        answers = self.tensors["answers"][: len(prompts) * self.group].numpy()
         advantages = self.tensors["advantages"][: len(answers)].numpy()
         counts = (answers >= 0).sum(1)
-        differ = advantages.reshape(-1, options.group).any(1)
-        kept = np.flatnonzero(np.repeat(differ if differ.any() else ~differ, options.group))
-        lengths = counts[kept] + [len(prompts[row // options.group]) for row in kept]
+        differ = advantages.reshape(-1, self.group).any(1)
+        kept = np.flatnonzero(np.repeat(differ if differ.any() else ~differ, self.group))
+        lengths = counts[kept] + [len(prompts[row // self.group]) for row in kept]
         tokens = int(counts[kept].sum())
-        of_answer = {
+        weights = {
             "token": np.ones(len(answers)),
             "answer": tokens / (len(kept) * np.maximum(counts, 1)),
-            "constant": np.full(len(answers), tokens / (len(kept) * options.max_new_tokens)),
+            "constant": np.full(len(answers), tokens / (len(kept) * self.max_new_tokens)),
         }[normalise]
         made = []
         prompts_of = []
         for numbers in batches(lengths.tolist(), self.per_device, self.share):
             rows = kept[numbers[numbers >= 0]]
-            answered = [self._row(prompts[row // options.group], answers[row]) for row in rows]
+            answered = [self._row(prompts[row // self.group], answers[row]) for row in rows]
             # where this rank has none
             without_targets = [self._row(prompts[0], np.full(1, -1))]
             batch = collate_padded(answered or without_targets, multiple_of=16)
             tokens_of_rows = counts[rows]
             of_targets = {
                 "advantages": np.repeat(advantages[rows], tokens_of_rows),
-                "weights": np.repeat(of_answer[rows], tokens_of_rows),
+                "weights": np.repeat(weights[rows], tokens_of_rows),
                 "old": self.tensors["old"].numpy()[rows][answers[rows] >= 0],
             }
             batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
             batch["rows"] = torch.tensor(np.repeat(rows, tokens_of_rows), dtype=torch.int64)
-            prompts_of.append(indices[rows // options.group].tolist())
+            prompts_of.append(indices[rows // self.group].tolist())
             made.append({name: value.to(self.share.device) for name, value in batch.items()})
         return made, tokens, prompts_of
 

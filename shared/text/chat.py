@@ -7,7 +7,8 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
-from shared.process.files import cache_dir
 from shared.process.printing import collapsed, note
 from shared.text.encoder import Encoder
 from shared.text.forms import (
@@ -46,7 +46,8 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": (
         "answers are learned after other tokens than the template's generation "
-        "prompt gives at inference"
+        'prompt gives at inference (another "chat_template_kwargs": {"enable_thinking": false} or '
+        "true in the records may mend it)"
     ),
     "empty": "records have an empty answer, from which the model learns to say nothing",
     "joined": (
@@ -183,13 +184,7 @@ class ToSamples:
             notes.add("joined", where)
         if mark := re.search("<(?:image|video|audio)>", repr(example)):
             notes.add("marked", f"{where}: {mark[0]}")
-        ids, learned = self.encoder(example, where, notes)
-        if (
-            learned.any()
-            and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None
-        ):
-            notes.add(f"end {end}")
-        return ids, learned
+        return self.encoder(example, where, notes)
 
     def samples(
         self, record: dict[str, Any], form: str, where: str, notes: Notes
@@ -289,10 +284,14 @@ class Conversations(Split):
 
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the last learned turn, the ids of that turn, the columns of the record that
-        are not learned): what to give the model, and what to compare with.
+        are not learned): what to give the model, and what to compare with. If nothing is learned,
+        all ids are before it.
         """
         ids, learned = self.tokens(index)
-        cut = np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1]
+        begins = np.flatnonzero(np.diff(learned, prepend=False) & learned)
+        if not len(begins):
+            return ids.tolist(), [], self.line("columns", index)
+        cut = begins[-1]
         end = cut + learned[cut:].sum()
         cut = cut or min(16, len(ids) // 2)
         return ids[:cut].tolist(), ids[cut:end].tolist(), self.line("columns", index)
@@ -346,7 +345,8 @@ def open_samples(
         encode.opened(stores, chosen, end=end, validated_on=" and ".join(how))
         for stores, chosen in ((trained, numbers), (held_out, validated))
     )
-    if copies := _count_copies(train, validation):
+    is_copy = np.isin(validation.column("checksum"), train.column("checksum"))
+    if copies := is_copy.sum():
         note(
             f"warning: {copies:,} of the {len(validation):,} validation texts are in the training "
             "data, too, word for word"
@@ -368,20 +368,6 @@ def _check(store: Store, config: RecordsConfig) -> None:
     store.notes.warn_of_cuts(store.source, counts["read"])
 
 
-def _count_copies(train: Conversations, held_out: Conversations) -> int:
-    """Samples to validate on that are trained on, too, word for word. Counted once: it takes a
-    second for a million samples.
-    """
-    key = prepared.fingerprint(train=train.fingerprint, held_out=held_out.fingerprint)
-
-    def build(folder: Path) -> None:
-        is_copy = np.isin(held_out.column("checksum"), train.column("checksum"))
-        (folder / "copies").write_text(str(is_copy.sum()))
-
-    folder = prepared.build_once(cache_dir() / "copies" / key, build)
-    return int((folder / "copies").read_text())
-
-
 def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) -> str:
     """A line about the data to train on: form, counts, lengths, share of tokens that the loss
     counts.
@@ -393,12 +379,9 @@ def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) 
     for store, start, stop in zip(samples.stores, samples.starts, samples.starts[1:], strict=False):
         counts = store.notes.counts
         forms = store.notes.named("form ")
-        template = ""
+        by_template = any(not form.startswith(("prompt", "plain")) for form in forms)
+        template = f", {DEFAULT}" if by_template and not samples.own_template else ""
         lengths = samples.lengths[start:stop]
-        if any(not form.startswith(("prompt", "plain")) for form in forms):
-            template = ", the model's chat template" if samples.own_template else f", {DEFAULT}"
-        elif forms.keys() - {"plain text"}:
-            template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
             f"{store.source}: {len(lengths) // of_record:,} to train on, "
             f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
@@ -420,8 +403,8 @@ def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: in
         ids, learned = samples.tokens(start + index)
         learned = np.append(False, learned[1:])
         parts = []
-        for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
-            text = collapsed(str(tokenizer.decode(ids[run].tolist())))
-            parts.append(f"⟦{text}⟧" if learned[run[0]] else text)
+        for is_learned, group in groupby(zip(ids.tolist(), learned, strict=True), itemgetter(1)):
+            text = collapsed(str(tokenizer.decode([token for token, _ in group])))
+            parts.append(f"⟦{text}⟧" if is_learned else text)
         texts.append("".join(parts))
     return "\n".join(texts)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from shared import demo
 from shared.data import prepared, records
 from shared.data.mixture import Mixed
-from shared.data.order import Batch, Row, is_validation, near_share
+from shared.data.order import Row, is_validation, near_share
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Store, prepare_sources
 from shared.demo import DEFAULT_TEMPLATE
@@ -34,14 +33,13 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.text.options import CorpusConfig
-from shared.text.special import Special, read_as_text
+from shared.text.special import Special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 END_OF_TEXT = "<|endoftext|>"
-DOCUMENTS = 2**20  # that are looked at at a time
 DEMO = Source(
     "the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources
 )
@@ -52,11 +50,6 @@ DEMO = Source(
 # first, its last, and bytes of the document before it. No class of its own: it goes to another
 # process, which takes six times as long for a named tuple.
 Piece = tuple[str, int, bool, bool, int]
-
-
-def size_of(piece: Piece) -> int:
-    """Characters of a piece."""
-    return len(piece[0])
 
 
 def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iterator[Piece]:
@@ -82,9 +75,7 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
         blocks = (text[i : i + records.PIECE] for i in range(0, len(text), records.PIECE))
-        for piece, continues in (
-            records.split_text(blocks) if len(text) > records.PIECE else ((text, False),)
-        ):
+        for piece, continues in records.split_text(blocks):
             is_last = not (continues or records.CONTINUES in record)
             if piece:
                 yield piece, document, before == 0, is_last, before
@@ -125,11 +116,8 @@ def open_corpus(
     processes = config.preprocessing_num_workers
     stores, given = prepare_sources(config, encode, processes=processes)
     shared = next(iter(given.values()), None)
-    trained: dict[str, Tokens] = {}
-    validated: dict[str, Tokens] = {}
-    about = []
-    for name, store in stores.items():
-        split = open_splits(
+    splits = {
+        name: open_splits(
             store,
             given.get(name, shared),
             seq_length,
@@ -137,23 +125,26 @@ def open_corpus(
             config.eval_samples,
             isolate=isolate,
         )
-        trained[name] = split.train
-        if name in given or not given:
-            validated[name] = split.validation
-        about.append(
-            f"{store.source}: {split.train.num_tokens:,} tokens to train on; "
-            f"validation: {split.about}"
-        )
-    sizes = [part.num_tokens for part in validated.values()]
-    per_token = [part.bytes_per_token(tokenizer) for part in validated.values()]
-    fingerprints = [part.fingerprint for part in (*trained.values(), *validated.values())]
+        for name, store in stores.items()
+    }
+    trained = {name: split.train for name, split in splits.items()}
+    # one --validation_file is that of all sources
+    validated = {name: splits[name].validation for name in given or splits}
+    about = [
+        f"{split.train.store.source}: {split.train.num_tokens:,} tokens to train on; "
+        f"validation: {split.about}"
+        for split in splits.values()
+    ]
+    parts = [*validated.values()]
+    fingerprints = [part.fingerprint for part in (*trained.values(), *parts)]
+    per_token = [part.bytes_per_token(tokenizer) for part in parts]
     return Corpus(
         Mixed(trained) if config.mix_weights else trained[""],
         Mixed(validated) if config.mix_weights else validated[""],
         tokenizer,
         "; ".join(about),
         prepared.fingerprint(parts=fingerprints),
-        float(np.average(per_token, weights=sizes)),
+        float(np.average(per_token, weights=[part.num_tokens for part in parts])),
     )
 
 
@@ -230,8 +221,7 @@ class Tokenise:
 
     Nothing in its text is a special token: see `special`.
 
-    Gives ([tokens] of `dtype`, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces]
-    bool, the last ones).
+    Gives ([tokens] of `dtype`, [pieces] how many of them are of each piece).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -245,8 +235,8 @@ class Tokenise:
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
 
-    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
-        texts, documents, first, last, _ = zip(*pieces, strict=True)
+    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        texts, _, first, last, _ = zip(*pieces, strict=True)
         # as text; does not go to another process with the tokenizer
         self.tokenizer.encode_special_tokens = True
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -257,13 +247,12 @@ class Tokenise:
             tokens += one.ids
             tokens += self.eos * is_last
             ends.append(len(tokens))
-        sizes = np.array([len(text.encode()) for text in texts])
         added = np.zeros(len(tokens), bool)
         if self.bos:
             added[np.array(ends[:-1])[np.array(first)]] = True
         added[np.array(ends[1:])[np.array(last)] - 1] = True
         ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
-        return ids, np.diff(ends), sizes, np.array(documents), np.array(last)
+        return ids, np.diff(ends)
 
 
 class EncodeDocuments:
@@ -294,15 +283,13 @@ class EncodeDocuments:
             raise ConfigError(f"{source.name}: no text in it")
 
     def size(self, item: Piece) -> int:
-        return size_of(item)
+        return len(item[0])
 
     def __call__(self, items: list[Piece], notes: Notes) -> Encoded:
-        tokens, lengths, sizes, _, last = self.tokenise(items)
-        before = np.array([piece[4] for piece in items])
-        notes.counts["special"] += self.tokenise.special.count([piece[0] for piece in items])
-        return Encoded(
-            {"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": (before + sizes)[last]}
-        )
+        tokens, lengths = self.tokenise(items)
+        last = np.array([piece[3] for piece in items])
+        sizes = np.array([before + len(text.encode()) for text, _, _, _, before in items])
+        return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": sizes[last]})
 
 
 class Tokens:
@@ -345,36 +332,26 @@ class Tokens:
         tokens = self._read(start, start + self.seq_length + 1)
         row = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self.isolate:
-            bounds = np.array([0, *self._ends(start, start + self.seq_length), self.seq_length])
+            ends = self._ends(start, start + self.seq_length)
+            bounds = np.concatenate([[0], ends, [self.seq_length]])
             row["position_ids"] = np.arange(self.seq_length) - np.repeat(
                 bounds[:-1], np.diff(bounds)
             )
         return row
 
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first and last + 1 token in the source, tokens before it) of what lies in [start,
-        stop).
-        """
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
-        done = 0
-        while start + done < stop:
-            first = int(self.spans[number, 0] + start + done - self._starts[number])
-            last = min(int(self.spans[number, 1]), first + stop - start - done)
-            yield first, last, done
-            done = done + last - first
-            number = number + 1
+    def _places(self, start: int, stop: int) -> np.ndarray:
+        """Where the tokens [start, stop) of this split are in the source."""
+        here = np.arange(start, stop)
+        span = np.searchsorted(self._starts, here, side="right") - 1
+        return self.spans[span, 0] + here - self._starts[span]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        tokens = self.store["tokens"]
-        parts = [tokens[first:last] for first, last, _ in self._stretches(start, stop)]
-        return np.concatenate(parts).astype(np.int64)
+        return self.store["tokens"][self._places(start, stop)].astype(np.int64)
 
-    def _ends(self, start: int, stop: int) -> Iterator[int]:
+    def _ends(self, start: int, stop: int) -> np.ndarray:
         """Where documents end within (start, stop), from `start` on."""
-        ends = self.store["ends"]
-        for first, last, done in self._stretches(start, stop):
-            inside = ends[slice(*np.searchsorted(ends, [first + 1, last + 1]))] - first + done
-            yield from (int(end) for end in inside if end < stop - start)
+        document = np.searchsorted(self.store["ends"], self._places(start, stop), side="right")
+        return np.flatnonzero(np.diff(document)) + 1
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices) * self.seq_length
@@ -386,41 +363,26 @@ class Tokens:
         return prepared.fingerprint(tokens=self.store.identity, spans=spans)
 
     def bytes_per_token(self, tokenizer: PreTrainedTokenizerBase) -> float:
-        """Bytes of source text a token. Where their number is not known, up to 16 stretches are
-        measured.
+        """Bytes of source text a token. Where their number is not known, that of the first million
+        tokens.
         """
         if self.num_bytes is not None:
             return self.num_bytes / self.num_tokens
-        size = min(self.num_tokens, 2**16)
-        starts = (
-            np.linspace(0, self.num_tokens - size, min(16, self.num_tokens // size))
-            .astype(int)
-            .tolist()
+        ids = self._read(0, min(self.num_tokens, 2**20)).tolist()
+        text = str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
-        blocks = (self._read(start, start + size).tolist() for start in starts)
-        texts = (
-            str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            for b in blocks
-        )
-        return sum(len(text.encode()) for text in texts) / (size * len(starts))
+        return len(text.encode()) / len(ids)
 
 
 def _held_out(store: Store, percent: float, part: float) -> tuple[np.ndarray, int]:
     """([documents, 2] first and last + 1 token of each document that `order.is_validation` names,
     their bytes in all).
     """
-    count = len(store)
-    chosen = [
-        first
-        + np.flatnonzero(
-            is_validation(np.arange(first, min(first + DOCUMENTS, count)), percent, part)
-        )
-        for first in range(0, count, DOCUMENTS)
-    ]
-    numbers = np.concatenate(chosen)
-    ends = store["ends"]
-    first = np.where(numbers > 0, ends[np.maximum(numbers, 1) - 1], 0)
-    return np.stack([first, ends[numbers]], axis=1), int(store["bytes"][numbers].sum())
+    numbers = np.flatnonzero(is_validation(np.arange(len(store)), percent, part))
+    ends = store["ends"][numbers]
+    starts = ends - store.lengths[numbers]
+    return np.stack([starts, ends], axis=1), int(store["bytes"][numbers].sum())
 
 
 class Splits(NamedTuple):
@@ -452,19 +414,22 @@ def open_splits(
         ConfigError: too little text for one sequence in each split.
     """
     total = len(store["tokens"])
-    documents = len(store)
+    validated = store
     others = np.array([[0, total]])
+    num_bytes: int | None
     if given is not None:
+        validated = given
         spans = np.array([[0, len(given["tokens"])]])
-        num_bytes: int | None = int(given["bytes"].sum())
+        num_bytes = int(given["bytes"].sum())
         about = f"{len(given):,} document(s) of {given.source}"
     else:
         wanted = share = total * validation_percent / 100
         if eval_samples is not None:
-            wanted = min(share, max(2 * eval_samples * (seq_length + 1), 100 * total / documents))
+            most = max(2 * eval_samples * (seq_length + 1), 100 * total / len(store))
+            wanted = min(share, most)
         spans, num_bytes = _held_out(store, validation_percent, wanted / share)
         size = int(np.diff(spans).sum())
-        about = f"{len(spans):,} of {documents:,} documents"
+        about = f"{len(spans):,} of {len(store):,} documents"
         if size <= seq_length or not near_share(size, wanted):
             spans = np.array([[math.ceil(total - wanted), total]])
             num_bytes = None
@@ -474,9 +439,9 @@ def open_splits(
             )
         others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
         others = others[others[:, 0] < others[:, 1]]
-    validated = store if given is None else given
     train = Tokens(store, seq_length, others, isolate=isolate)
     validation = Tokens(validated, seq_length, spans, num_bytes, isolate=isolate)
+    notes = Notes()
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(
@@ -484,19 +449,8 @@ def open_splits(
                 "tokens, fewer than one sequence "
                 f"(--seq_length {seq_length})"
             )
-    notes = Notes()
-    for each in (store, given):
-        if each is not None:
-            notes.update(each.notes)
-    about += read_as_text(notes.counts["special"]) + records.not_used(notes.named("unused "))
+    notes.update(store.notes)
+    if given is not None:
+        notes.update(given.notes)
+    about += records.not_used(notes.named("unused "))
     return Splits(train, validation, about)
-
-
-def collate(rows: list[Row]) -> Batch:
-    """Rows of equal length -> {"input_ids", "labels"}: [batch, seq] int64; labels are the next
-    tokens.
-    """
-    return {
-        key: torch.from_numpy(np.stack([row[key] for row in rows]))
-        for key in ("input_ids", "labels")
-    }

@@ -28,8 +28,7 @@ TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write wi
 OPEN = "\ufdd0"
 CLOSE = "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
 MARK = re.compile(f"{OPEN}(\\d*){CLOSE}")
-# keys of what an assistant says
-SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of an assistant's words
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
 
 
@@ -60,22 +59,17 @@ class Encoder:
         special = Special(tokenizer)
         self.special = special.ids
         self._pattern = special.pattern
-        # whether the template writes content that is a list of parts, and not text
-        self.takes_parts = False
-        self.ends = {end_of_text(tokenizer)}  # and what the chat template writes after an answer
         turns = [{"role": "user", "content": CLOSE}, {"role": "assistant", "content": OPEN}]
-        for as_parts in (False, True):
-            with contextlib.suppress(Exception):  # a template may refuse these turns
-                written = _in_parts(turns) if as_parts else turns
-                _, found, after = str(
-                    tokenizer.apply_chat_template(written, tokenize=False)
-                ).partition(OPEN)
-                if found:
-                    self.takes_parts = as_parts
-                    self.ends |= self.special.intersection(
-                        tokenizer(after, add_special_tokens=False)["input_ids"]
-                    )
-                    break
+        self.takes_parts = False
+        as_texts = _attempt(self._render, turns)
+        as_parts = _attempt(self._render, _in_parts(turns))
+        # whether the template writes content that is a list of parts, and not text
+        self.takes_parts = OPEN not in as_texts and OPEN in as_parts
+        after = (as_parts if self.takes_parts else as_texts).partition(OPEN)[2]
+        # and what the chat template writes after an answer
+        self.ends = {end_of_text(tokenizer)} | self.special.intersection(
+            tokenizer(after, add_special_tokens=False)["input_ids"]
+        )
 
     def __call__(
         self, example: Example, where: str, notes: Notes | None = None
@@ -87,10 +81,10 @@ class Encoder:
         token there, unless `example.continues`.
 
         Args:
-            notes: gets `special` (texts with the string of a special token, which is read as that
-                token), `lost` (learned turns, and tools' answers, that are not written whole) and
-                `unlike` (learned turns that do not follow the generation prompt), each with its
-                place.
+            notes: gets `end N` (the token that the last learned turn ends with), and, each with
+                its place, `special` (texts with the string of a special token, which is read as
+                that token), `lost` (learned turns, and tools' answers, that are not written whole)
+                and `unlike` (learned turns that do not follow the generation prompt).
 
         Raises:
             ConfigError: the chat template refuses the conversation.
@@ -107,29 +101,23 @@ class Encoder:
             ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
-        # the last token of each turn
-        for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():
-            # what the model has to write next, as it ends the turn there
+        ends = np.flatnonzero(np.diff(learned, append=False) & learned).tolist()
+        for end in ends:  # the last token of each turn
             if self.end_of(ids, end + 1) is None:
-                after = next(
-                    (
-                        i
-                        for i in range(end + 1, len(ids))
-                        if str(self.tokenizer.decode(ids[i])).strip()
-                    ),
-                    end,
-                )
-                if ids[after] in self.special or learned[end + 1 :].any():
+                # what the model has to write next, as it ends the turn there
+                words = (i for i in range(end + 1, len(ids)) if self._is_word(ids[i]))
+                after = next(words, end)
+                if ids[after] in self.special or end != ends[-1]:
                     learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        found = self.end_of(ids, last + 1)
-        if (
-            last >= 0
-            and not example.continues
-            and found not in (self.ends if example.messages is None else self.special)
-        ):
-            ids = [*ids[: last + 1], self.tokenizer.eos_token_id]
+        end = self.end_of(ids, last + 1)
+        ends = self.ends if example.messages is None else self.special
+        if last >= 0 and not example.continues and end not in ends:
+            end = self.tokenizer.eos_token_id
+            ids = [*ids[: last + 1], end]
             learned = np.append(learned[: last + 1], True)
+        if end is not None:
+            notes.add(f"end {end}")
         return ids, learned
 
     def _note_special(self, example: Example, where: str, notes: Notes) -> None:
@@ -151,40 +139,37 @@ class Encoder:
         with the word.
         """
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(
-            -1, 2
-        )
+        places = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         inside = np.zeros(len(places), dtype=bool)
         for first, last in spans:
-            inside[
-                np.searchsorted(places[:, 1], first, side="right") : np.searchsorted(
-                    places[:, 0], last
-                )
-            ] = True
+            inside |= (places[:, 1] > first) & (places[:, 0] < last)
         return list(encoded["input_ids"]), inside, places
 
     def end_of(self, ids: Sequence[int], stop: int) -> int | None:
         """The special token at the end of `ids[:stop]`, or None. White space after the token is
         ignored.
         """
-        for token in (ids[place] for place in range(stop - 1, -1, -1)):
+        for token in reversed(ids[:stop]):
             if token in self.special:
                 return token
-            if str(self.tokenizer.decode([token])).strip():
+            if self._is_word(token):
                 return None
         return None
 
+    def _is_word(self, token: int) -> bool:
+        """Whether a token is not only white space."""
+        return bool(str(self.tokenizer.decode([token])).strip())
+
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
-        self._refuse_unwritten_tools(example, where)
         messages = example.messages or []
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
         chosen = turns[-1:] if self.loss_on == "completion" else turns
         wanted = [n for n in chosen if messages[n].get("weight", 1)]
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []
+        options = self._options(example, where)
+        render = partial(self._render, **options)
         with _refusals_named(where):
-            options = self._options(example)
-            render: Any = partial(self._render, **options)
             messages = _for_template(messages, render)
             if self.marks_turns:
                 text, marked = self._render_marked(messages, **options)
@@ -214,15 +199,12 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last "
                 "answer), or --loss_on all"
             )
-        calling = {answer.turn for answer in answers if answer.calls}
         for n, part in zip(wanted, learned, strict=True):
-            turn = messages[n]
-            words = _words(turn)
-            is_silent = not str(turn.get("content") or "").strip()
-            # short words may be in `part` by chance
-            is_dropped = words and is_silent and n not in calling
-            is_dropped = is_dropped and _is_dropped(render, text, messages, n)
-            lost = [word for word in words if is_dropped or not _is_written(word, part)]
+            # a name of a letter may be in the end token
+            words = [self._pattern.sub("", word) for word in _words(messages[n])]
+            found = self._pattern.sub("", part)
+            lost = [word for word in words if not _is_written(word, found)]
+            is_silent = not str(messages[n].get("content") or "").strip()
             # a turn without marks is no empty answer
             if is_silent and lost and lost == words and (part or not self.marks_turns):
                 raise ConfigError(
@@ -237,26 +219,10 @@ class Encoder:
             if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
                 notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
         ids, mask, places = self._tokens(text, spans)
-        # of tokens, which do not go across the end of a prompt
-        borders = {*places.ravel().tolist()}
-
-        def unlike(found: list[Answer]) -> set[int]:
-            """The turns that do not follow the generation prompt."""
-            follow = {a.turn for a in found if a.follows and a.start in borders}
-            return {a.turn for a in found} - follow - {0}
-
-        thinking: dict[int, bool] = {}  # with which --enable_thinking a turn would follow it
-        can_think = "enable_thinking" in options["chat_template"]
-        for value in (False, True) if can_think and unlike(answers) else ():
-            with contextlib.suppress(Exception):  # a template may refuse it
-                with_value = partial(render, enable_thinking=value)
-                found = find_answers(with_value, text, messages, wanted)
-                follow = {a.turn for a in found} - unlike(found)
-                thinking = dict.fromkeys(follow, value) | thinking
-        for n in sorted(unlike(answers)):
-            option = {"chat_template_kwargs": {"enable_thinking": thinking.get(n)}}
-            how = f", as it does with {json.dumps(option)[1:-1]}" if n in thinking else ""
-            notes.add("unlike", f"{where}, message {n + 1}{how}")
+        for answer in answers:
+            # a token may go across the end of the prompt
+            if answer.turn and not (answer.follows and answer.start in places):
+                notes.add("unlike", f"{where}, message {answer.turn + 1}")
         return ids, mask
 
     def prompt(self, example: Example, where: str) -> list[int]:
@@ -265,18 +231,20 @@ class Encoder:
         Raises:
             ConfigError: the chat template refuses the conversation, or does not write its tools.
         """
-        self._refuse_unwritten_tools(example, where)
+        render = partial(self._render, **self._options(example, where))
         with _refusals_named(where):
-            render = partial(self._render, **self._options(example))
             messages = _for_template(example.messages or [], render)
-            text = render(messages=messages, add_generation_prompt=True)
+            text = render(messages, add_generation_prompt=True)
         return self._tokens(text, [])[0]
 
-    def _options(self, example: Example) -> Any:
+    def _options(self, example: Example, where: str) -> Any:
         """What the chat template is rendered with, beside the messages."""
+        template = self.tokenizer.get_chat_template(tools=example.tools)
+        if example.tools and "tools" not in template:
+            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         return {
             "tools": example.tools,
-            "chat_template": self._with_fixed_date(example.tools),
+            "chat_template": _with_fixed_date(template),
             **example.template_options,
         }
 
@@ -294,31 +262,18 @@ class Encoder:
         (text,), (marks,) = rendered
         return text, marks
 
-    def _refuse_unwritten_tools(self, example: Example, where: str) -> None:
-        if example.tools and "tools" not in str(self.tokenizer.chat_template):
-            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
-        if not self.has_own_template and any(
-            turn["role"] == "tool" or turn.get("tool_calls") for turn in example.messages or ()
-        ):
-            raise ConfigError(
-                f"{where}: calls a tool, but the default chat template has no tools: choose a "
-                "model with a chat template"
-            )
 
-    def _with_fixed_date(self, tools: Messages | None) -> str:
-        """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
+def _with_fixed_date(template: str) -> str:
+    """The chat template with a fixed date, if it writes today's.
 
-        Otherwise data prepared tomorrow would differ, and no run could resume on it.
-        """
-        template = self.tokenizer.get_chat_template(tools=tools)
-        if "strftime_now" not in template:
-            return template
-        codes = [f"%{letter}" for letter in ("-d", "-m", "-H", "-I", *"aAbBdeFHIjmMpSTyY")]
-        written = "format" + "".join(
-            f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes
-        )
-        macro = f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}"
-        return f"{macro}{{{{ '' }}}}{template}"
+    Otherwise data prepared tomorrow would differ, and no run could resume on it.
+    """
+    if "strftime_now" not in template:
+        return template
+    codes = dict.fromkeys(re.findall(r"%-?\w", template))
+    written = "format" + "".join(f".replace({c!r}, {TODAY.strftime(c)!r})" for c in codes)
+    macro = f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}"
+    return f"{macro}{{{{ '' }}}}{template}"
 
 
 def _in_parts(messages: Messages) -> Messages:
@@ -340,19 +295,17 @@ def _words(message: dict[str, Any]) -> list[str]:
     """What an assistant's turn says: its content, its reasoning, and the names and arguments of its
     calls.
     """
+    calls = [[call.get("name"), call.get("arguments")] for call in _called(message)]
+    texts = _texts_in([*(message.get(key) for key in TEXTS), calls])
+    return [part for text in texts for part in text.split(IMAGE) if part.strip()]
 
-    def texts(value: Any) -> list[str]:
-        if isinstance(value, dict):
-            value = [*value, *value.values()]
-        return (
-            [t for part in value for t in texts(part)]
-            if isinstance(value, list)
-            else (value.split(IMAGE) if isinstance(value, str) else [])
-        )
 
-    values = [message.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]
-    values += [call.get(key) for call in _called(message) for key in ("name", "arguments")]
-    return [text for text in texts(values) if text.strip()]
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [text for part in value for text in _texts_in(part)] if isinstance(value, list) else []
 
 
 def _is_written(word: str, text: str) -> bool:
@@ -377,65 +330,39 @@ def _refusals_named(where: str) -> Iterator[None]:
         ) from None
 
 
-def _for_template(messages: Messages, render: Callable[..., Any]) -> Messages:
+def _attempt(render: Callable[..., str], messages: Messages) -> str:
+    """What the template writes; nothing if it refuses the messages."""
+    with contextlib.suppress(Exception):
+        return render(messages)
+    return ""
+
+
+def _for_template(messages: Messages, render: Callable[..., str]) -> Messages:
     """The messages without weights, which are for the loss, and with calls of tools in a form that
     the template writes.
 
-    Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A
-    turn that calls a tool, and has no text, gets an empty or a null content if the template needs
-    one.
+    A call without a text gets an empty one. Arguments are objects, or JSON text if the template
+    refuses objects or prints them as Python.
     """
     messages = [{key: turn[key] for key in turn if key != "weight"} for turn in messages]
-    if not any(map(_called, messages)):
-        return messages
-    arguments = [function.get("arguments") for message in messages for function in _called(message)]
+    messages = [{**turn, "content": turn.get("content") or ""} for turn in messages]
+    arguments = [call.get("arguments") for turn in messages for call in _called(turn)]
     objects = [value for value in arguments if isinstance(value, dict) and value]
-    silent = [
-        number
-        for number, message in enumerate(messages)
-        if _called(message) and not message.get("content")
+    if not objects:
+        return messages
+    text = _attempt(render, messages)
+    if text and not any(str(value) in text for value in objects):
+        return messages
+    return [
+        {**turn, "tool_calls": [with_arguments(call, _to_json) for call in turn["tool_calls"]]}
+        if _called(turn)
+        else turn
+        for turn in messages
     ]
-    to_json = partial(
-        with_arguments,
-        convert=lambda value: (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-        ),
-    )
-    as_json = [
-        {**message, "tool_calls": [*map(to_json, message["tool_calls"])]}
-        if _called(message)
-        else message
-        for message in messages
-    ]
-    contents: list[dict[str, Any]] = [{}, {"content": ""}, {"content": None}]
-    for content in contents if silent else contents[:1]:
-        for form in (messages, as_json) if objects else (messages,):
-            turns = [
-                {**turn, **content} if number in silent else turn
-                for number, turn in enumerate(form)
-            ]
-            with contextlib.suppress(Exception):
-                text = render(turns)
-                as_python = form is messages and any(str(value) in text for value in objects)
-                if (
-                    text
-                    and not as_python
-                    and not any(_is_dropped(render, text, turns, n) for n in silent[:1])
-                ):
-                    return turns
-    return as_json if objects else messages
 
 
-def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, number: int) -> bool:
-    """Whether the `text` of a conversation is the same without what a turn says and calls, by
-    whatever name it has it.
-    """
-    turn = {key: value for key, value in messages[number].items() if key not in SAYS} | {
-        "content": ""
-    }
-    with contextlib.suppress(Exception):  # a template may refuse an empty turn
-        return bool(render([*messages[:number], turn, *messages[number + 1 :]]) == text)
-    return False
+def _to_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 class Answer(NamedTuple):
@@ -444,7 +371,6 @@ class Answer(NamedTuple):
     turn: int
     start: int
     stop: int
-    calls: bool  # tools, and they are written
     follows: bool  # what the template's generation prompt gives at inference
 
 
@@ -500,8 +426,7 @@ def find_answers(
         stop = next_place + gap.end
         while text[stop - 1 : stop].isspace():
             stop -= 1
-        calls = gap.turn in outline.calling
-        answers.append(Answer(gap.turn, start, stop, calls, gap.has_prompt and thinks))
+        answers.append(Answer(gap.turn, start, stop, gap.has_prompt and thinks))
     return answers
 
 
@@ -580,20 +505,17 @@ def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[
     """An assistant's turn that says nothing but `mark`: in its texts, or in its thoughts and the
     arguments of its calls.
     """
-    said: dict[str, Any] = {key: mark for key in SAYS[:4] if message.get(key)}
+    said: dict[str, Any] = {key: mark for key in TEXTS if message.get(key)}
     if not calls:
         return {**message, **(said or {"content": mark})}
     if "content" in said:  # some templates write it after the tool's answer
         said["content"] = ""
     marked = []
     for call in message["tool_calls"]:
-        is_text = isinstance(call["function"].get("arguments"), str)
-        marked.append(
-            {
-                **call,
-                "function": {**call["function"], "arguments": mark if is_text else {mark: mark}},
-            }
-        )
+        function = call["function"]
+        is_text = isinstance(function.get("arguments"), str)
+        function = {**function, "arguments": mark if is_text else {mark: mark}}
+        marked.append({**call, "function": function})
     return {**message, **said, "tool_calls": marked}
 
 

@@ -1,7 +1,6 @@
 """The forms of conversations that people have, read into one `Example`."""
 
 import contextlib
-import difflib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -43,14 +42,15 @@ _MESSAGE_KEYS = (
     "reasoning",
     "thinking",
 )
-# by columns that change what an answer means
-_MEANINGS = {"chosen": "preference data", "rejected": "preference data"}
-_MEANINGS |= {
-    f"{name}{s}": f"data with {name}s"
-    for name in ("image", "video", "audio", "label")
-    for s in ("", "s")
+# columns that change what an answer means, by what data with them are
+_MEANINGS = {
+    "preference data, for templates/dpo.py": ("chosen", "rejected"),
+    "data with images, for lora_finetune.py, if one of the first 100 records has one, or with "
+    "labels for image_classification.py": ("image", "images"),
+    "data with video or sound": ("video", "videos", "audio", "audios"),
+    "data with labels, for text_classification.py": ("label", "labels", "kto_tag"),
+    "data with scores or ranks": ("score", "rank"),
 }
-_MEANINGS |= {"kto_tag": "data with labels", "score": "data with scores", "rank": "data with ranks"}
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,12 @@ class Example:
         """Whether an answer that is learned says nothing and calls no tool."""
         if self.messages is None:
             return bool(self.prompt) and not self.completion.strip()
-        learned = (
-            message
-            for message in self.messages
-            if message["role"] == "assistant" and message.get("weight") != 0
-        )
         return any(
-            not (str(message.get("content") or "").strip() or message.get("tool_calls"))
-            for message in learned
+            message["role"] == "assistant"
+            and message.get("weight") != 0
+            and not message.get("tool_calls")
+            and not str(message.get("content") or "").strip()
+            for message in self.messages
         )
 
 
@@ -91,12 +89,9 @@ def recognise(record: dict[str, Any], where: str) -> str:
             return form
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
-    wanted = {column for columns, _ in FORMS.values() for column in columns}
-    near = {name: difflib.get_close_matches(str(name), wanted, 1, 0.8) for name in record}
-    meant = [f"; did you mean {match[0]!r}, not {name!r}?" for name, match in near.items() if match]
     raise ConfigError(
         f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})"
-        f"{''.join(meant)}: rename them, for example a question to instruction and its answer to "
+        ": rename them, for example a question to instruction and its answer to "
         "output; for several turns, see docs/data.md"
     )
 
@@ -109,25 +104,22 @@ def parse_json_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
         ConfigError: it is Python's text of messages.
     """
     for column in ("prompt", "completion", "chosen", "rejected"):
-        if not isinstance(text := record.get(column), str):
+        text = record.get(column)
+        if not isinstance(text, str):
             continue
         if re.match(r"\s*\[?\s*\{\s*'(role|content)'\s*:", text):
             raise ConfigError(
                 f"{where}: {column!r} is Python's text of messages: write it with json.dumps"
             )
-        value = from_cell(text) if text.lstrip()[:1] in ("[", "{") else None
-        messages = [value] if isinstance(value, dict) else value
-        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        value = from_cell(text)
+        messages = value if isinstance(value, list) else [value]
+        if messages and all(map(_is_message, messages)):
             record = record | {column: messages}
     return record
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("role") in (*ROLES, "developer")
-        and bool({"content", "tool_calls"} & {*value})
-    )
+    return isinstance(value, dict) and value.get("role") in (*ROLES, "developer")
 
 
 def refuse_other_meanings(
@@ -139,52 +131,29 @@ def refuse_other_meanings(
     joined = form == "plain text" or (
         form == "prompt and completion" and isinstance(record.get("prompt"), str)
     )
-    # which only a chat template takes
-    meanings = _MEANINGS | ({"system": "data with a system text"} if joined else {})
-    if found := {
-        name: meanings[name] for name in records.unused(record, allowed) if name in meanings
-    }:
-        taker = f"{_taker(set(found), form) or 'no template here'} takes it"
-        alone = (
-            f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}"
-            if form
-            else ""
+    meanings = {name: what for what, names in _MEANINGS.items() for name in names}
+    if joined:
+        meanings["system"] = "data with a system text, which only a chat template takes"
+    found = [name for name in records.unused(record, allowed) if name in meanings]
+    if found:
+        what = " and ".join(dict.fromkeys(meanings[name] for name in found))
+        alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}"
+        raise ConfigError(
+            f"{where}: this is {what} (columns: {', '.join(found)}){alone if form else ''}"
         )
-        what = " and ".join(dict.fromkeys(found.values()))
-        raise ConfigError(f"{where}: this is {what} (columns: {', '.join(found)}), {taker}{alone}")
-
-
-def _taker(found: set[str], form: str) -> str:
-    """The template for records of this form, or of none (""), whose columns `found` change what an
-    answer means.
-    """
-    if found >= {"chosen", "rejected"}:
-        return "templates/dpo.py"
-    if form and form != "plain text" and found <= {"image", "images"}:
-        return "lora_finetune.py, if one of the first 100 records has an image,"
-    if not form and "image" in found and found <= {"image", "label", "labels"}:
-        return "templates/image_classification.py"
-    if form in ("", "plain text") and found <= {"label", "labels"}:
-        return "templates/text_classification.py"
-    return ""
 
 
 def unused(record: dict[str, Any], form: str, example: Example, template: str) -> list[str]:
     """Columns of a record, and keys of its messages, that neither this module nor the chat template
     reads.
     """
-    (columns, others) = FORMS[form]
+    columns, others = FORMS[form]
     messages = example.messages or ()
-    keys = {key for message in messages for key in message if key not in _MESSAGE_KEYS}
+    keys = {key: "messages" for message in messages for key in message if key not in _MESSAGE_KEYS}
+    keys |= dict.fromkeys(example.template_options, "chat_template_kwargs")
     unread = [
-        f"{key} (of messages)"
-        for key in keys
-        if not re.search(rf"[.'\"]{re.escape(key)}\b", template)
-    ]
-    options = example.template_options
-    unread += [
-        f"{key} (of chat_template_kwargs)"
-        for key in options
+        f"{key} (of {what})"
+        for key, what in keys.items()
         if not re.search(rf"\b{re.escape(key)}\b", template)
     ]
     return records.unused(record, columns + (others if messages else ())) + unread
@@ -197,12 +166,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the
             assistant.
     """
-    for column in FORMS[form][0]:
-        if column not in record:
-            raise ConfigError(
-                f"{where}: {column!r} is missing, but the first record of this file has it "
-                f"({form}): use one form in a file"
-            )
+    require_columns(record, FORMS[form][0], form, where)
     if form == "plain text":
         return Example(
             completion=_text(record, "text", where), continues=records.CONTINUES in record
@@ -223,7 +187,9 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
                 {"role": "assistant", "content": answer},
             ]
     elif form == "ShareGPT conversations":
-        for number, turn in enumerate(_list(record, "conversations", where), 1):
+        for number, turn in enumerate(
+            read_list(record["conversations"], "conversations", where), 1
+        ):
             if (role := str(turn.get("from"))) not in (known := (*_SHAREGPT_ROLES, *ROLES)):
                 raise ConfigError(
                     f"{where}: turn {number} is from {role!r}, not {', '.join(known)}"
@@ -231,19 +197,17 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             message = {key: value for key, value in turn.items() if key not in ("from", "value")}
             message |= {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
             if role == "function_call":
-                calls = from_cell(message["content"])
-                given = {role: [calls] if isinstance(calls, dict) else calls}
-                message |= {
-                    "content": "",
-                    "tool_calls": _list(given, role, f"{where}: turn {number}"),
-                }
+                calls = read_list(turn.get("value"), role, f"{where}: turn {number}")
+                message |= {"content": "", "tool_calls": calls}
             messages.append(message)
     elif form == "prompt and completion":
-        prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
-        messages = prompt + _list(record, "completion", where)
+        prompt = [
+            {**message, "weight": 0} for message in read_list(record["prompt"], "prompt", where)
+        ]
+        messages = prompt + read_list(record["completion"], "completion", where)
     else:
-        messages = _list(record, "messages", where)
-    tools = _list({"tools": from_cell(record.get("tools")) or []}, "tools", where)
+        messages = read_list(record["messages"], "messages", where)
+    tools = read_list(from_cell(record.get("tools")) or [], "tools", where)
     options = from_cell(record.get("chat_template_kwargs")) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: 'chat_template_kwargs' is {kind(options)}, expected an object")
@@ -257,6 +221,18 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             )
         messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
     return Example(messages, [_function(tool) for tool in tools] or None, options)
+
+
+def require_columns(
+    record: dict[str, Any], columns: Collection[str], form: str, where: str
+) -> None:
+    """Raise ConfigError if a record lacks a column of its file's form."""
+    for column in columns:
+        if column not in record:
+            raise ConfigError(
+                f"{where}: {column!r} is missing, but the first record of this file has it "
+                f"({form}): use one form in a file"
+            )
 
 
 def _text(record: dict[str, Any], column: str, where: str) -> str:
@@ -277,17 +253,16 @@ def _history(record: dict[str, Any], where: str) -> list[list[str]]:
     """Alpaca's earlier turns: pairs of a question and its answer."""
     pairs = from_cell(record.get("history")) or []
     if not isinstance(pairs, list) or not all(
-        isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs
+        isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in pairs
     ):
-        raise ConfigError(
-            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename "
-            "it if it is something else"
-        )
+        raise ConfigError(f"{where}: 'history' is not a list of [question, answer] pairs")
     return pairs
 
 
-def _list(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = from_cell(record[column])
+def read_list(value: Any, column: str, where: str) -> Messages:
+    """A list of objects, or a single one, perhaps as JSON. Raises ConfigError for anything else."""
+    value = from_cell(value)
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value
@@ -305,8 +280,8 @@ def _checked(messages: Messages, where: str) -> Messages:
             message["tool_calls"] = [call]
         parts = message.get("content")
         calls = message.get("tool_calls")
-        if isinstance(parts, list) and None not in (texts := [_text_of(part) for part in parts]):
-            message["content"] = "".join(map(str, texts))
+        if isinstance(parts, list) and all(map(_is_text, parts)):
+            message["content"] = "".join(part["text"] for part in parts)
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
@@ -330,7 +305,7 @@ def _checked(messages: Messages, where: str) -> Messages:
         if calls:
             calls = [
                 _function(call)
-                for call in _list(message, "tool_calls", f"{where}: message {number}")
+                for call in read_list(calls, "tool_calls", f"{where}: message {number}")
             ]
             if not all(
                 isinstance(call.get("function"), dict) and call["function"].get("name")
@@ -346,17 +321,10 @@ def _checked(messages: Messages, where: str) -> Messages:
     return read
 
 
-def _text_of(part: Any) -> str | None:
-    """The text of a part of a message's content. None if it is something else, such as an image."""
-    is_text = isinstance(part, dict) and str(part.get("type") or "text").endswith("text")
-    return next(
-        (
-            part[key]
-            for key in ("text", "value", "content")
-            if is_text and isinstance(part.get(key), str)
-        ),
-        None,
-    )
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message's content is text, and not an image."""
+    is_text = isinstance(part, dict) and part.get("type") in (None, "text")
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _function(entry: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
-from shared.text.special import Special, read_as_text
+from shared.text.special import Special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,15 +99,13 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
     """
     lengths = np.array([len(row["input_ids"]) for row in rows])
     longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
-    fill = {"input_ids": pad_token_id} | (
-        {"token_type_ids": 0} if "token_type_ids" in rows[0] else {}
-    )
-    batch = {key: np.full((len(rows), longest), value, np.int64) for key, value in fill.items()}
+    batch = {}
+    for key in TOKENS.keys() & rows[0].keys():
+        batch[key] = np.full((len(rows), longest), pad_token_id if key == "input_ids" else 0)
+        for i, row in enumerate(rows):
+            batch[key][i, : len(row[key])] = row[key]
     if lengths.min() < longest:
         batch["attention_mask"] = (np.arange(longest) < lengths[:, None]).astype(np.int64)
-    for i, row in enumerate(rows):
-        for key in fill:
-            batch[key][i, : len(row[key])] = row[key]
     batch["labels"] = np.stack([row["labels"] for row in rows])
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
@@ -136,14 +134,8 @@ class EncodeTexts:
         }
 
     def items(self, source: Source, notes: Notes) -> Iterator[Item]:
-        columns: dict[str, str] = {}
         for where, record in source.read():
-            columns = columns or self._columns_of(record, where)
-            for column in columns.values():
-                if column not in record:
-                    raise ConfigError(
-                        f"{where}: no column {column!r} (has: {', '.join(map(str, record))})"
-                    )
+            columns = self._columns_of(record, where)
             texts = tuple(
                 record[columns[kind]] for kind in ("text", "text_pair") if kind in columns
             )
@@ -168,19 +160,18 @@ class EncodeTexts:
         found = {}
         for kind, usual in COLUMNS.items():
             named = self.columns[kind]
-            column = named or next((name for name in usual if name in record), "")
-            if column not in record and (named or usual):
-                wanted = repr(named) if named else " or ".join(usual)
+            names = (named,) if named else usual
+            there = [name for name in names if name in record]
+            if there:
+                found[kind] = there[0]
+            elif names:
+                wanted = " or ".join(names)
                 has = ", ".join(map(str, record))
-                unlabelled = ". Texts without labels: see docs/after_training.md" * (
-                    kind == "label"
-                )
+                unlabelled = ". Texts without labels: see docs/after_training.md"
                 raise ConfigError(
-                    f"{where}: no column {wanted} (has: {has}); name it with "
-                    f"--{kind}_column{unlabelled}"
+                    f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column"
+                    f"{unlabelled if kind == 'label' else ''}"
                 )
-            if column:
-                found[kind] = column
         return found
 
     def size(self, item: Item) -> int:
@@ -208,7 +199,6 @@ class EncodeTexts:
         }
         added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
-        notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
         for encoding in encoded.encodings:
             if encoding.overflowing:
                 notes.add_cut(sum(map(len, [encoding, *encoding.overflowing])))
@@ -235,14 +225,16 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     for store in trained.values():
         store.notes.warn_of_cuts(store.source, len(store))
     stores = [*trained.values(), *given.values()]
-    starts = np.cumsum([0, *map(len, stores)])
+    everything = Split(
+        {str(n): store for n, store in enumerate(stores)},
+        [np.arange(len(store)) for store in stores],
+    )
     raw = [label for store in stores for label in store.lines("label")]
 
     def where(number: int) -> str:
-        of = int(np.searchsorted(starts, number, side="right")) - 1
-        return stores[of].line("record", number - int(starts[of]))["where"]
+        return everything.line("record", number)["where"]
 
-    first_given = int(starts[len(trained)])
+    first_given = sum(map(len, trained.values()))
     problem_type = config.problem_type or problem_type_of(raw)
     labels = read_labels(raw, problem_type, where, trained=first_given)
     held_out = np.arange(len(labels)) >= first_given
@@ -252,19 +244,21 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     if not held_out.any():
         raise ConfigError(f"{source}: no text to validate on")
 
-    def texts(of: Mapping[str, Store], starts: np.ndarray, chosen: np.ndarray) -> Texts:
-        """The texts of some stores that are `chosen`, [texts] bool over all stores."""
+    def texts(of: Mapping[str, Store], first: int, chosen: np.ndarray) -> Texts:
+        """The texts of some stores, `first` before them, that are `chosen`, [texts] bool."""
         numbers = []
-        for store, start in zip(of.values(), starts, strict=False):
-            in_store = np.flatnonzero(chosen[start : start + len(store)])
+        in_all = []
+        for store in of.values():
+            in_store = np.flatnonzero(chosen[first : first + len(store)])
             if chosen is held_out:  # batches of similar lengths
                 in_store = in_store[np.argsort(-store.lengths[in_store], kind="stable")]
             numbers.append(in_store)
-        in_all = [start + part for start, part in zip(starts, numbers, strict=False)]
+            in_all.append(first + in_store)
+            first += len(store)
         return Texts(of, numbers, labels.take(np.concatenate(in_all)), tokenizer)
 
-    train = texts(trained, starts, ~held_out)
-    validation = texts(given or trained, starts[len(trained) :] if given else starts, held_out)
+    train = texts(trained, 0, ~held_out)
+    validation = texts(given or trained, first_given if given else 0, held_out)
     identity = prepared.fingerprint(
         train=train.fingerprint,
         validation=validation.fingerprint,
@@ -293,6 +287,6 @@ def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> st
         f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, "
         f"{lengths.min()}-{lengths.max()} tokens "
         f"(mean {lengths.mean():.0f}), {notes.counts['cut']:,} of all cut to {config.seq_length}; "
-        f"{len(validation):,} to validate on, {how}{read_as_text(notes.counts['special'])}"
+        f"{len(validation):,} to validate on, {how}"
         f"{records.not_used(notes.named('unused '))}"
     )

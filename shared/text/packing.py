@@ -1,23 +1,18 @@
 """Several conversations in one row, and batches of rows."""
 
-import hashlib
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shared.data import prepared
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order, Row, permute
-from shared.process.files import cache_dir
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -56,41 +51,22 @@ class Packed:
     """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart
     at each one.
 
-    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once
-    for the same lengths, and kept. Every rank makes it; the main one packs.
+    The sources of a mixture do not share rows. `sources` has the rows of each.
     """
 
     def __init__(self, samples: Any, capacity: int) -> None:
         self.samples = samples
         self.capacity = capacity
-        sizes = getattr(samples, "sources", {"": len(samples.lengths)})
-        lengths = np.ascontiguousarray(samples.lengths, np.int64)
-        key = prepared.fingerprint(
-            lengths=hashlib.sha256(lengths.tobytes()).hexdigest(),
-            code=prepared.source_of("text"),
-            sizes=[*sizes.values()],
-            capacity=capacity,
-        )
-
-        def build(folder: Path) -> None:
-            rows: list[list[int]] = []
-            rows_of: list[int] = []  # of each source
-            start = 0
-            for size in sizes.values():
-                packed = best_fit_decreasing(lengths[start : start + size], capacity)
-                rows += [[start + sample for sample in row] for row in packed]
-                rows_of.append(len(packed))
-                start += size
-            chosen = np.fromiter(chain.from_iterable(rows), np.int64)
-            np.save(folder / "samples.npy", chosen)
-            np.save(folder / "ends.npy", np.cumsum([len(row) for row in rows], dtype=np.int64))
-            np.save(folder / "rows.npy", np.array(rows_of))
-
-        folder = prepared.build_once(cache_dir() / "packed" / key, build)
-        self._samples, self._ends, rows = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("samples", "ends", "rows")
-        )
-        self.sources = dict(zip(sizes, rows.tolist(), strict=True))
+        self.sources: dict[str, int] = {}
+        rows: list[np.ndarray] = []
+        start = 0
+        for name, size in getattr(samples, "sources", {"": len(samples.lengths)}).items():
+            packed = best_fit_decreasing(samples.lengths[start : start + size], capacity)
+            rows += [start + np.array(row) for row in packed]
+            self.sources[name] = len(packed)
+            start += size
+        self._samples = np.concatenate(rows)
+        self._ends = np.cumsum([len(row) for row in rows])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -143,41 +119,28 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
             each length.
         at_most: but not beyond this length; no row is longer.
     """
-    longest = _padded_length(rows, multiple_of, at_most)
-
-    def fill(row: Row, key: str) -> np.ndarray:
-        missing = longest - len(row[key])
-        follow = row["position_ids"][-1] + 1 + np.arange(missing)
-        tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(
-            key, np.zeros(missing, int)
-        )
-        return np.concatenate([row[key], tail])
-
-    batch = {
-        key: np.stack([fill(row, key) for row in rows])
-        for key in ("input_ids", "labels", "position_ids")
-    }
-    if batch["position_ids"][:, 1:].all():
-        del batch["position_ids"]
-    else:
-        batch["cu_seqlens"] = cu_seqlens_of(batch["position_ids"])
-    return _with_targets(batch)
-
-
-def _padded_length(rows: list[Row], multiple_of: int, at_most: int | None) -> int:
-    longest = max(len(row["labels"]) for row in rows)
-    return min(longest + -longest % multiple_of, at_most or sys.maxsize)
+    batch = collate_padded(rows, multiple_of=multiple_of, at_most=at_most)
+    position_ids = np.zeros(batch["labels"].shape, np.int64)
+    for i, row in enumerate(rows):
+        own = row["position_ids"]
+        missing = position_ids.shape[1] - len(own)
+        position_ids[i] = np.append(own, own[-1] + 1 + np.arange(missing))
+    if not position_ids[:, 1:].all():
+        batch["position_ids"] = torch.from_numpy(position_ids)
+        batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(position_ids))
+    return batch
 
 
 def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also
-    `targets`.
+    `targets`, the places of the labels that count: looking for them on a device would wait for it.
 
     There is no attention mask: a causal model never sees the padding, which comes last and has no
     targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
     For the arguments see `collate_packed`.
     """
-    longest = _padded_length(rows, multiple_of, at_most)
+    longest = max(len(row["labels"]) for row in rows)
+    longest = min(longest + -longest % multiple_of, at_most or sys.maxsize)
     batch = {
         "input_ids": np.zeros((len(rows), longest), np.int64),
         "labels": np.full((len(rows), longest), IGNORED),
@@ -185,13 +148,8 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    return _with_targets(batch)
-
-
-def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
-    """Adds the places of the labels that count. Looking for them on a device would wait for it."""
-    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
+    targets = np.flatnonzero(batch["labels"] != IGNORED)
+    return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
 
 
 def rows_order(

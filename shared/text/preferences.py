@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -17,13 +16,13 @@ from shared import demo
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
-from shared.data.records import Source, kind
+from shared.data.records import Source
 from shared.data.store import Notes
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
-from shared.text.forms import Messages, from_cell
+from shared.text.forms import read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded
@@ -41,8 +40,6 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.docstring_preferences,
 )
-# Anthropic's hh-rlhf, whose conversations are one text
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def recognise(record: dict[str, Any], where: str) -> str:
@@ -63,89 +60,35 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     Raises:
         ConfigError: a missing or mistyped column.
     """
-    for column in FORMS[form]:
-        if column not in record:
-            raise ConfigError(
-                f"{where}: {column!r} is missing, but the first record of this file has it "
-                f"({form}): use one form in a file"
-            )
+    require_columns(record, FORMS[form], form, where)
     others = {name: value for name, value in record.items() if name not in FORMS[form]}
-    answers = [_answer(record, name, where) for name in ("chosen", "rejected")]
+    answers = {name: record[name] for name in ("chosen", "rejected")}
+    texts = [name for name, answer in answers.items() if isinstance(answer, str)]
     if form.startswith("ShareGPT"):
-        turns = [{**turn, "weight": 0} for turn in _messages(record, "conversations", where)]
-        both = [
-            [{"from": "gpt", "value": answer}] if isinstance(answer, str) else answer
-            for answer in answers
-        ]
+        asked = read_list(record["conversations"], "conversations", where)
+        asked = [{**turn, "weight": 0} for turn in asked]
+        answers |= {name: {"from": "gpt", "value": answers[name]} for name in texts}
+        both = [read_list(answer, name, where) for name, answer in answers.items()]
         return "ShareGPT conversations", [
-            {**others, "conversations": turns + answer} for answer in both
+            {**others, "conversations": asked + answer} for answer in both
         ]
-    prompt: Any = record.get("prompt", "")
-    if (
-        form.startswith("prompt")
-        and isinstance(prompt, str)
-        and all(isinstance(answer, str) for answer in answers)
-    ):
-        return "prompt and completion", [
-            {**others, "prompt": prompt, "completion": answer} for answer in answers
-        ]
-    if form.startswith("prompt"):
-        both = [
-            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            for answer in answers
-        ]
-        prompt = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else _messages(record, "prompt", where)
-        )
+    prompt = record.get("prompt", [])
+    if isinstance(prompt, str) and len(texts) == 2:
+        both = [*answers.values()]
     else:
-        both = [
-            _of_text(answer, where) if isinstance(answer, str) else answer for answer in answers
-        ]
-    # whole conversations, prompt and all
-    if any(answer and answer[0].get("role") != "assistant" for answer in both):
-        prompt = [
-            one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
-        ]
-        both = [answer[len(prompt) :] for answer in both]
+        if "prompt" in record:
+            answers |= {name: {"role": "assistant", "content": answers[name]} for name in texts}
+        both = [read_list(answer, name, where) for name, answer in answers.items()]
+        prompt = {"role": "user", "content": prompt} if isinstance(prompt, str) else prompt
+        prompt = read_list(prompt, "prompt", where)
+        # whole conversations, prompt and all
+        if any(answer and answer[0].get("role") != "assistant" for answer in both):
+            turns = zip(*both, strict=False)
+            prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], turns)]
+            both = [answer[len(prompt) :] for answer in both]
     return "prompt and completion", [
         {**others, "prompt": prompt, "completion": answer} for answer in both
     ]
-
-
-def _answer(record: dict[str, Any], column: str, where: str) -> Any:
-    """Text, or a list of messages."""
-    value = record[column]
-    return (
-        value
-        if isinstance(value, str)
-        else [value]
-        if isinstance(value, dict)
-        else _messages(record, column, where)
-    )
-
-
-def _messages(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = from_cell(record[column])
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ConfigError(
-            f"{where}: {column!r} is {kind(value)}, expected text or a list of messages"
-        )
-    return value
-
-
-def _of_text(text: str, where: str) -> Messages:
-    before, *parts = _TURN.split(text)
-    if before.strip() or not parts:
-        raise ConfigError(
-            f"{where}: without a prompt, 'chosen' and 'rejected' are lists of messages, or texts "
-            "of turns that begin with "
-            "an empty line and Human: or Assistant:"
-        )
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": roles[role], "content": content.strip()} for role, content in turns]
 
 
 class ToPairs(chat.ToSamples):

@@ -47,12 +47,3 @@ class Special:
         if self.unknown is None:
             return ids
         return np.where(np.isin(ids, self._control) & ~added, self.unknown, ids).astype(ids.dtype)
-
-    def count(self, texts: list[str]) -> int:
-        """How many strings of special tokens are in these texts."""
-        return sum(len(self.pattern.findall(text)) for text in texts)
-
-
-def read_as_text(count: int) -> str:
-    """What is said about texts with so many strings of special tokens."""
-    return f"; {count:,} string(s) of special tokens are read as text" if count else ""

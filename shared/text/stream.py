@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shared.config.options import BatchConfig
 from shared.data import prepared
-from shared.data.loader import Share, Window, parallel_map
+from shared.data.loader import Share, Window, parallel_map, to_device
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
 from shared.models.tokenizers import identity_of
-from shared.process.errors import CleanExit, ConfigError
+from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, pieces, size_of
+from shared.text.corpus import Piece, Tokenise, pieces
 from shared.text.options import CorpusConfig
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 
     Every rank reads the same stream and keeps its own rows of each global batch, so the samples of
-    a step are the same on any number of processes. The ranks of a machine share the work to
-    tokenise it, in processes that run ahead. The order is that of the source, shuffled within
+    a step are the same on any number of processes. Each tokenises all of it, in processes that run
+    ahead. The order is that of the source, shuffled within
     windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place in the
     source goes into the checkpoints, so that resuming is a jump where the source can be read from
     any record on.
@@ -81,10 +81,6 @@ class Stream:
         self.share = share
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
-        # its ranks; of their own, since replicas that train apart send other things meanwhile
-        self._machine = None
-        if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
-            self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.notes = Notes()  # of the records that were read so far
         self.place: dict[str, Any] | None = None
         self.held_out_before: int | None = None
@@ -114,49 +110,29 @@ class Stream:
         held = np.zeros(0, np.int64)
         place = mark.tokens
         skip = first * self.seq_length - place
-        for begins, (tokens, lengths, _, documents, _) in self._tokenised(mark):
+        for begins, kept, _ in self._of_split(mark, validation=validation):
             if marks is not None and begins is not None:
                 marks.append(begins._replace(tokens=place))
-            chosen = self._is_held_out(documents) == validation
-            kept = tokens[np.repeat(chosen, lengths)].astype(np.int64)
             place += len(kept)
             held = np.concatenate([held, kept[skip:]])
             skip = max(0, skip - len(kept))
-            count = (len(held) - 1) // self.seq_length
-            for i in range(count):
-                yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
-            held = held[max(0, count) * self.seq_length :]
+            stops = range(self.seq_length, len(held), self.seq_length)
+            for stop in stops:
+                yield held[stop - self.seq_length : stop + 1]
+            held = held[len(stops) * self.seq_length :]
 
-    def _is_held_out(self, documents: np.ndarray) -> np.ndarray:
-        chosen = is_validation(documents, self.validation_percent)
-        return (
-            chosen if self.held_out_before is None else chosen & (documents < self.held_out_before)
-        )
-
-    def _tokenised(self, mark: Mark) -> Iterator[tuple[Mark | None, tuple[np.ndarray, ...]]]:
-        """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and
-        gives it to the others.
-
-        Raises:
-            CleanExit: one of these ranks cannot read on.
-        """
-        size, rank = (self._machine.size(), self._machine.rank()) if self._machine else (1, 0)
-        chunks = islice(self._chunks(mark), rank, None, size)
-        own = parallel_map(_Marked(Tokenise(self.tokenizer)), chunks, self.processes)
-        while True:
-            found: list[Any] = [None] * size
-            try:
-                found[rank] = next(own, None)
-            except CleanExit as error:
-                found[rank] = error
-            if self._machine:
-                dist.all_gather_object(found, found[rank], group=self._machine)
-            for each in found:
-                if each is None:
-                    return
-                if isinstance(each, CleanExit):
-                    raise each
-                yield each
+    def _of_split(
+        self, mark: Mark, *, validation: bool
+    ) -> Iterator[tuple[Mark | None, np.ndarray, np.ndarray]]:
+        """The mark of a chunk, [tokens] int64 of a split in it, and the document of each token."""
+        tokenise = partial(_chunk, Tokenise(self.tokenizer))
+        chunks = parallel_map(tokenise, self._chunks(mark), self.processes)
+        for begins, tokens, lengths, documents in chunks:
+            is_held_out = is_validation(documents, self.validation_percent)
+            if self.held_out_before is not None:
+                is_held_out &= documents < self.held_out_before
+            chosen = np.repeat(is_held_out == validation, lengths)
+            yield begins, tokens[chosen].astype(np.int64), np.repeat(documents, lengths)[chosen]
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
         """Batches of pieces from a mark on, and a mark if a record begins a document there."""
@@ -164,21 +140,15 @@ class Stream:
         cursor = Cursor(mark.file, mark.number, mark.offset, mark.state)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
-        begins: list[Mark | None] = []
 
-        def noted() -> Iterator[Piece]:
+        def marked() -> Iterator[tuple[Mark | None, Piece]]:
             for piece in pieces(source, self.column, self.notes, mark.document):
                 _, document, is_first, _, _ = piece
-                can_begin = is_first and read_from is not None
-                place = Mark(
-                    cursor.file, cursor.number, cursor.offset, document, state=cursor.state
-                )
-                begins.append(place if can_begin else None)
-                yield piece
+                here = Mark(cursor.file, cursor.number, cursor.offset, document, state=cursor.state)
+                yield here if is_first and read_from is not None else None, piece
 
-        for chunk in batches(noted(), size_of):
-            yield begins[0], chunk
-            begins.clear()
+        for chunk in batches(marked(), lambda item: len(item[1][0])):
+            yield chunk[0][0], [piece for _, piece in chunk]
 
     def _shuffled(
         self, sequences: Iterator[np.ndarray], epoch: int, first: int
@@ -213,12 +183,11 @@ class Stream:
         self.held_out_before = None
         wanted = count * self.seq_length + 1
         tokens = np.zeros(0, np.int64)
-        for _, (some, lengths, _, documents, _) in self._tokenised(BEGIN):
-            chosen = self._is_held_out(documents)
-            ends = len(tokens) + np.cumsum(lengths * chosen)
-            tokens = np.concatenate([tokens, some[np.repeat(chosen, lengths)].astype(np.int64)])
-            if len(tokens) >= wanted:
-                self.held_out_before = int(documents[np.searchsorted(ends, wanted)]) + 1
+        for _, kept, documents in self._of_split(BEGIN, validation=True):
+            missing = wanted - len(tokens)
+            tokens = np.concatenate([tokens, kept])
+            if len(kept) >= missing:
+                self.held_out_before = int(documents[missing - 1]) + 1
                 break
         starts = range(0, min(len(tokens), wanted) - self.seq_length, self.seq_length)
         rows = [tokens[start : start + self.seq_length + 1] for start in starts]
@@ -234,10 +203,8 @@ class Stream:
         """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
         long.
         """
-        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(
-            self.share.device
-        )
-        return self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        first = next(self.sequences(validation=False))
+        return to_device(self._batch([first] * rows), self.share.device)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
@@ -246,12 +213,8 @@ class Stream:
         Raises:
             ConfigError: the stream holds less than one global batch.
         """
-        from tqdm import tqdm
-
-        step = 0
-        epoch = 0
-        first = 0
-        mark = BEGIN  # `first`: of the epoch's sequences, the next batch's first
+        step = epoch = first = 0
+        mark = BEGIN
         stream = [self.identity(), self.shuffle_window]
         if start and self.place and self.place["stream"] == stream:
             step = start
@@ -264,44 +227,33 @@ class Stream:
                 f"{self.source.name}: read from {where} on to step "
                 f"{start:,}, where the run continues"
             )
-        quiet = None if start and self.share.rank == 0 else True  # None: only on a terminal
-        forward = tqdm(
-            total=start,
-            initial=step,
-            desc="reading to the step to resume",
-            unit=" steps",
-            leave=False,
-            disable=quiet,
-        )
-        while step < stop:
+        found = islice(self._batches(epoch, first, mark), start - step, stop - step)
+        for sequences, place in found:
+            yield self._window(sequences, place | {"stream": stream})
+
+    def _batches(
+        self, epoch: int, first: int, mark: Mark
+    ) -> Iterator[tuple[list[tuple[int, np.ndarray]], dict[str, Any]]]:
+        """Global batches from the sequence `first` of an epoch on, as (number, sequence), and where
+        each ends. Epoch after epoch.
+
+        Args:
+            mark: where to begin to read, before the window of that sequence.
+        """
+        while True:
             begins_epoch = first == 0
             marks = [mark]
             window = first - first % self.shuffle_window
-            sequences = self.sequences(validation=False, first=window, mark=mark, marks=marks)
-            batch: list[tuple[int, np.ndarray]] = []
-            for sequence in islice(self._shuffled(sequences, epoch, window), first - window, None):
-                batch.append(sequence)
-                if len(batch) < self.global_batch_size:
-                    continue
-                step = step + 1
+            read = self.sequences(validation=False, first=window, mark=mark, marks=marks)
+            shuffled = islice(self._shuffled(read, epoch, window), first - window, None)
+            while len(batch := list(islice(shuffled, self.global_batch_size))) == (
+                self.global_batch_size
+            ):
                 first = first + self.global_batch_size
-                if step > start:
-                    forward.close()
-                    window = first - first % self.shuffle_window
-                    while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
-                        del marks[0]
-                    place = {
-                        "stream": stream,
-                        "epoch": epoch,
-                        "first": first,
-                        "mark": list(marks[0]),
-                    }
-                    yield self._window(batch, epoch, place)
-                else:
-                    forward.update()
-                batch = []
-                if step == stop:
-                    return
+                window = first - first % self.shuffle_window
+                while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
+                    del marks[0]
+                yield batch, {"epoch": epoch, "first": first, "mark": list(marks[0])}
             if begins_epoch and first == 0:
                 raise ConfigError(
                     f"{self.source.name}: less than one global batch of "
@@ -311,42 +263,35 @@ class Stream:
             first = 0
             mark = BEGIN
 
-    def _window(
-        self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None
-    ) -> Window:
-        split = micro_batches(
-            np.arange(len(sequences)), self.share.rank, self.share.world_size, self.per_device
-        )
-        rows = [torch.from_numpy(np.stack([sequences[i][1] for i in indices])) for indices in split]
-        if self.share.device.type == "cuda":
-            rows = [tokens.pin_memory() for tokens in rows]
-        on_device = [tokens.to(self.share.device, non_blocking=True) for tokens in rows]
-        batches = [
-            self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-            for tokens in on_device
-        ]
-        numbers = np.array([number for number, _ in sequences])[split]
+    def _window(self, sequences: list[tuple[int, np.ndarray]], place: dict[str, Any]) -> Window:
+        share = self.share
+        numbers = np.arange(len(sequences))
+        split = micro_batches(numbers, share.rank, share.world_size, self.per_device)
+        rows = [self._batch([sequences[i][1] for i in indices]) for indices in split]
         return Window(
-            batches,
+            [to_device(batch, share.device) for batch in rows],
             len(sequences) * self.seq_length,
             len(sequences),
-            epoch,
+            place["epoch"],
             None,
-            numbers,
+            np.array([number for number, _ in sequences])[split],
             place=place,
         )
 
+    def _batch(self, sequences: list[np.ndarray]) -> Batch:
+        tokens = torch.from_numpy(np.stack(sequences))
+        batch = self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        is_copied = self.share.device.type == "cuda"
+        return {key: row.pin_memory() for key, row in batch.items()} if is_copied else batch
 
-class _Marked:
-    """Tokenises a chunk that comes with a mark."""
 
-    def __init__(self, tokenise: Tokenise) -> None:
-        self.tokenise = tokenise
-
-    def __call__(
-        self, item: tuple[Mark | None, list[Piece]]
-    ) -> tuple[Mark | None, tuple[np.ndarray, ...]]:
-        return item[0], self.tokenise(item[1])
+def _chunk(
+    tokenise: Tokenise, chunk: tuple[Mark | None, list[Piece]]
+) -> tuple[Mark | None, np.ndarray, np.ndarray, np.ndarray]:
+    """(mark, tokens, [pieces] how many are of each, [pieces] the number of its document)."""
+    mark, of_chunk = chunk
+    tokens, lengths = tokenise(of_chunk)
+    return mark, tokens, lengths, np.array([piece[1] for piece in of_chunk])
 
 
 class Rows(list[Row]):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, EvenSubset, Order, is_validation, micro_batches, permute, seed_all
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError
-from shared.text import corpus
 from shared.text.stream import Rows
 from tests.conftest import ROOT
 
@@ -404,7 +404,7 @@ def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
 def test_a_row_that_fills_up_has_no_targets():
     rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
     order = Order(5, 4, 0, shuffle=False)
-    windows = Loader(rows, corpus.collate, order, Share(0, 1, CPU), per_device=4).windows(0, 2)
+    windows = Loader(rows, default_collate, order, Share(0, 1, CPU), per_device=4).windows(0, 2)
     _, last = [list(window.micro_batches) for window in windows]
     assert last[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 

@@ -143,7 +143,7 @@ def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
         record = {"instruction": "comes next", "output": "it saw many", "history": given}
         assert learns(record) == ["says what<|im_end|>", "it saw many<|im_end|>"]
     assert learns(record | {"history": []}) == learns(record | {"history": ""}) == ["it saw many<|im_end|>"]
-    with pytest.raises(ConfigError, match=r"^here: 'history' is a list, not \[question, answer\] pairs"):
+    with pytest.raises(ConfigError, match=r"^here: 'history' is not a list of \[question, answer\] pairs"):
         learns(record | {"history": ["a line"]})
 
 
@@ -164,13 +164,12 @@ def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
 
 
 def test_parts_of_a_message_are_read_as_its_text_or_refused(learns):
-    """Trainers have `text`, `value` or `content` in a part. What is no text was left out elsewhere (a common report)."""
-    for key in ("text", "value", "content"):
-        parts = [{"type": "text", key: "says "}, {key: "what"}]
-        assert learns({"messages": [USER, {**ANSWER, "content": parts}]}) == ["says what<|im_end|>"]
-        for other in ({"type": "image"}, {"type": "tool_result", key: "what"}, "what"):
-            with pytest.raises(ConfigError, match=r"^here: content of message 2 is a list, expected text or parts of type"):
-                learns({"messages": [USER, {**ANSWER, "content": [*parts, other]}]})
+    """What is no text was left out elsewhere (a common report)."""
+    parts = [{"type": "text", "text": "says "}, {"text": "what"}]
+    assert learns({"messages": [USER, {**ANSWER, "content": parts}]}) == ["says what<|im_end|>"]
+    for other in ({"type": "image"}, {"type": "tool_result", "text": "what"}, {"type": "text", "value": "what"}, "what"):
+        with pytest.raises(ConfigError, match=r"^here: content of message 2 is a list, expected text or parts of type"):
+            learns({"messages": [USER, {**ANSWER, "content": [*parts, other]}]})
 
 
 @pytest.fixture(params=["lines", "table", "datasets"])
@@ -211,14 +210,14 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
 @pytest.mark.parametrize(
     ("columns", "what"),
     [
-        ({"label": False}, r"data with labels \(columns: label\), no template here takes it"),
-        ({"label": 0, "score": 0.5}, r"data with labels and data with scores \(columns: label, score\), no template"),
+        ({"label": False}, r"data with labels, for text_classification\.py \(columns: label\);"),
+        ({"label": 0, "score": 0.5}, r"data with labels, .* and data with scores or ranks \(columns: label, score\);"),
         (
             {"images": ["1.png"]},
-            r"data with images .*lora_finetune.py, if one of the first 100 records has an image, takes it",
+            r"data with images, for lora_finetune\.py, if one of the first 100 records has one, .*\(columns: images\);",
         ),
-        ({"chosen": "a"}, r"preference data \(columns: chosen\), no template here takes it"),
-        ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), templates/dpo\.py takes it"),
+        ({"chosen": "a"}, r"preference data, for templates/dpo\.py \(columns: chosen\);"),
+        ({"chosen": "a", "rejected": "b"}, r"preference data, for templates/dpo\.py \(columns: chosen, rejected\);"),
     ],
 )
 def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name(prepared, columns, what):
@@ -236,16 +235,19 @@ def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name
 def test_data_of_other_kinds_are_named():
     """They are no chats with something missing."""
     for record, said in (
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"this is preference data .*, templates/dpo\.py takes it$"),
-        ({"sentence": "a", "label": "b"}, r"this is data with labels .*, templates/text_classification\.py takes it$"),
-        ({"prompt": "a", "kto_tag": True}, "this is data with labels .*, no template here takes it$"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            r"this is preference data, for templates/dpo\.py \(columns: chosen, rejected\)$",
+        ),
+        ({"sentence": "a", "label": "b"}, r"this is data with labels, for text_classification\.py \(columns: label\)$"),
+        ({"prompt": "a", "kto_tag": True}, r"this is data with labels, .*\(columns: kto_tag\)$"),
         (
             {"image": "a.png", "label": 1},
-            "this is data with images and data with labels .*templates/image_classification.py takes it$",
+            "this is data with images, .* with labels for image_classification.py and data with labels, for .*$",
         ),
-        ({"images": ["a.png"], "question": "b"}, "this is data with images .*, no template here takes it$"),
+        ({"images": ["a.png"], "question": "b"}, r"this is data with images, .*\(columns: images\)$"),
         ({"question": "b"}, "columns question are of no known form"),
-        ({"message": []}, "columns message are of no known form .*; did you mean 'messages', not 'message'"),
+        ({"message": []}, "columns message are of no known form .*chat messages: messages;"),
     ):
         with pytest.raises(ConfigError, match=f"^here: {said}"):
             recognise(record, "here")

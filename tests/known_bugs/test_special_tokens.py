@@ -89,11 +89,11 @@ def tokens_of(tokenizer, texts, tmp_path, name):
     files = write(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
     config = CorpusConfig(train_file=files, preprocessing_num_workers=2)
     source = prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))[0][""]
-    return [part.tolist() for part in np.split(source["tokens"], source["ends"][:-1])], source
+    return [part.tolist() for part in np.split(source["tokens"], source["ends"][:-1])]
 
 
 def rows_of(tokenizer, texts, tmp_path, name, others=None):
-    """What text classification makes of texts, in their order, and what is said of the data."""
+    """What text classification makes of texts, in their order."""
     records = [{"text": text, "label": n % 2} for n, text in enumerate(texts)]
     for record, other in zip(records, others or (), strict=False):
         record["other"] = other
@@ -101,20 +101,19 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     column = "other" if others else None
     config = LabelledTextConfig(train_file=files, validation_file=files, text_pair_column=column, seq_length=64)
     data = labelled.open_texts(config, tokenizer)
-    return [data.train[n]["input_ids"].tolist() for n in range(len(texts))], data.about
+    return [data.train[n]["input_ids"].tolist() for n in range(len(texts))]
 
 
 def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
     """The tokens around a text, and between two, stay."""
     others = PLAIN[::-1]
-    assert rows_of(tokenizer, PLAIN, tmp_path, "one")[0] == tokenizer(PLAIN)["input_ids"]
-    found, about = rows_of(tokenizer, PLAIN, tmp_path, "two", others)
-    assert found == tokenizer(PLAIN, others)["input_ids"] and "read as text" not in about
+    assert rows_of(tokenizer, PLAIN, tmp_path, "one") == tokenizer(PLAIN)["input_ids"]
+    found = rows_of(tokenizer, PLAIN, tmp_path, "two", others)
+    assert found == tokenizer(PLAIN, others)["input_ids"]
     expected = tokenizer(PLAIN, add_special_tokens=False)["input_ids"]
     ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    documents, source = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
+    documents = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
     assert documents == [[*ends[0], *ids, *ends[1]] for ids in expected]
-    assert "read as text" not in corpus.open_splits(source, None, 2, 30)[2]
 
 
 def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
@@ -124,17 +123,15 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     """
     end = str(tokenizer.eos_token)
     texts = [*PLAIN, f"the model {end} reads", f"{end} a text"]
-    rows, about = rows_of(tokenizer, texts, tmp_path, "rows")
-    documents, source = tokens_of(tokenizer, texts, tmp_path, "documents")
+    rows = rows_of(tokenizer, texts, tmp_path, "rows")
+    documents = tokens_of(tokenizer, texts, tmp_path, "documents")
     bare = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     special = Special(tokenizer)
     by_vocabulary = [[special.unknown if i in special.ids else i for i in ids] for ids in bare]
     assert (by_vocabulary == bare) == (tokenizer.backend_tokenizer.model.__class__.__name__ == "BPE")
     begin, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert rows == documents == [[begin, *ids, end_id] for ids in by_vocabulary]
-    assert about.endswith("; 4 string(s) of special tokens are read as text")  # the file is validated on, too
-    assert "; 2 string(s) of special tokens are read as text" in corpus.open_splits(source, None, 2, 30)[2]
-    pairs, _ = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
+    pairs = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
     expected = [[begin, *a, end_id, end_id, *b, end_id] for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)]
     assert pairs == expected
 
@@ -143,7 +140,7 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     """The tokenizer goes to another process without its setting."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer, texts = bpe(), [f"a </s> {text}" for text in PLAIN * 5]
-    documents, _ = tokens_of(tokenizer, texts, tmp_path, "documents")
+    documents = tokens_of(tokenizer, texts, tmp_path, "documents")
     source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
         options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)

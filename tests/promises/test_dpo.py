@@ -221,7 +221,6 @@ def pairs_of(records, tokenizer, tmp_path, **options):
 def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys):
     tokenizer = load_tokenizer(str(tiny_model))
     names = {"user": "human", "assistant": "gpt"}
-    text = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant: "}
 
     def shared(record, name):
         return [*record["prompt"], *record[name]]
@@ -236,7 +235,6 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
         [{"prompt": r["prompt"], **{n: r[n][0]["content"] for n in both}} for r in records],
         [{"prompt": r["prompt"][0]["content"], **{n: shared(r, n) for n in both}} for r in records],
         [{n: shared(r, n) for n in both} for r in records],
-        [{n: "".join(text[m["role"]] + m["content"] for m in shared(r, n)) for n in both} for r in records],
         [{"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n])[0] for n in both}} for r in records],
         [{"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n]) for n in both}} for r in records],
     ]
@@ -270,11 +268,11 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
     ("record", "message"),
     [
         ({"messages": []}, ":1: columns messages are of no known form"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, ":1: 'rejected' is null, expected text or a list of messages"),
-        ({"chosen": "a", "rejected": "b"}, ":1: without a prompt, 'chosen' and 'rejected' are lists of messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, ":1: 'rejected' is null, expected a list of objects"),
+        ({"chosen": "a", "rejected": "b"}, ":1: 'chosen' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "none of its 1 samples has a token to learn"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"}, "this is data with images"),
-        ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected text or a list"),
+        ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "1 pairs are fewer than one --global_batch_size of 4"),
     ],
 )

@@ -10,12 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.data.loader import Share
-from shared.data.order import Order
 from shared.models.generation import generate
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
 from shared.rollouts.prompts import read_prompts
-from shared.rollouts.rollouts import Rollouts, Sampling
+from shared.rollouts.rollouts import Rollouts
 from tests.conftest import load_template
 
 CPU = torch.device("cpu")
@@ -42,9 +41,20 @@ def at(step: int) -> SimpleNamespace:
 
 
 def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
-    values = {"group": 4, "updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0}
-    order = Order(len(prompts), 4, 0, drop_last=True)
-    return Rollouts(prompts, tokenizer, order, share or Share(0, 1, CPU), Sampling(**(values | changes)))
+    values = {"group": 4, "updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0, "batch": 4} | changes
+    batch = SimpleNamespace(
+        global_batch_size=values["batch"],
+        seed=values["seed"],
+        per_device_train_batch_size=values["per_device"],
+        per_device_eval_batch_size=values["at_once"],
+    )
+    config = SimpleNamespace(
+        group_size=values["group"],
+        updates_per_rollout=values["updates"],
+        max_new_tokens=values["max_new_tokens"],
+        batch=batch,
+    )
+    return Rollouts(config, prompts, tokenizer, share or Share(0, 1, CPU))
 
 
 def test_draws_choose_tokens_by_their_probabilities_whatever_the_batch(model_and_tokenizer):
@@ -215,10 +225,8 @@ def test_numbers_are_compared_as_numbers():
 
 
 def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokenizer):
-    order = Order(len(prompts[0]), len(prompts[0]) + 1, 0, drop_last=True)
-    sampling = rollouts_of(prompts[0], model_and_tokenizer[1]).sampling
     with pytest.raises(ConfigError, match="fewer than one --global_batch_size"):
-        Rollouts(prompts[0], model_and_tokenizer[1], order, Share(0, 1, CPU), sampling)
+        rollouts_of(prompts[0], model_and_tokenizer[1], batch=len(prompts[0]) + 1)
 
 
 def test_forms_of_prompts(tmp_path, model_and_tokenizer):

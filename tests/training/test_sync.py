@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.commands.verify_resume import compare
@@ -37,7 +38,7 @@ def simulated(text_file, tiny_model, *, replicas, processes, every, delay=0, alp
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0) for m in models]
     shares = [Share(rank, processes, torch.device("cpu")) for rank in range(processes)]
     rows = BATCH // processes
-    readers = [Loader(data.train, corpus.collate, order, s, per_device=rows).windows(0, STEPS) for s in shares]
+    readers = [Loader(data.train, default_collate, order, s, per_device=rows).windows(0, STEPS) for s in shares]
     of_one = processes // replicas
     agreed = [p.detach().clone() for p in model.parameters()]
     moments = [torch.zeros_like(p) for p in agreed]
