@@ -50,8 +50,8 @@ def find(reference: Any, where: str, config: VisionConfig) -> Picture:
     """
     try:
         path = _path_of(reference, where, config)
-        check(path, in_full=config.skip_bad_images)
-        digest = zlib.crc32(read(path, 0, 2**16)) ^ path.stat().st_size
+        check(path)
+        digest = zlib.crc32(read(path)[: 2**16]) ^ path.stat().st_size
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
     return Picture(str(path), *size_of(path), digest)
