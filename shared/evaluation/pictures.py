@@ -59,7 +59,7 @@ def picture_names(classes: tuple[str, ...]) -> dict[str, str]:
     names = {name: _short(name) for name in classes}
     missing = {character for character in "".join(names.values()) if not character.isascii()}
     fonts = ["DejaVu Sans"]  # matplotlib's own, which is in each installation
-    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name not in fonts):
+    for font in font_manager.fontManager.ttflist:
         if missing and "Last Resort" not in font.name:  # which has boxes only
             found = missing & set(map(chr, font_manager.get_font(font.fname).get_charmap()))
             missing -= found

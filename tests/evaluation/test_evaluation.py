@@ -141,7 +141,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
 
 def test_the_most_confident_mistake_comes_first():
     predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
-    assert [sample for sample, _ in predictions.mistakes] == [2, 4, 1, 3]
+    assert predictions.worst.tolist() == [2, 4, 1, 3]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -211,8 +211,7 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
             assert len(np.unique(np.asarray(image.convert("L")))) > 5
 
 
-def test_without_mistakes_there_is_no_page_and_a_stale_one_goes(run_dir, pictures):
-    (run_dir / "mistakes.png").write_bytes(b"of the evaluation before")
+def test_without_mistakes_there_is_no_page(run_dir, pictures):
     predictions = made([0, 1, 1], [0, 1, 1], "ab")
     assert predictions.write(run_dir, pictures(3)) == [run_dir / "confusion_matrix.png"]
     assert not (run_dir / "mistakes.png").exists()
@@ -275,25 +274,15 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
     assert evaluation.SHOWN == 32
 
 
-def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
-    class Record:
-        def shown(self, number):
-            return {"where": "a.csv:2", "label": "old", "id": 7}
-
-    line = evaluation.record_of(Record(), 0, row_of(made([0], [1], "ab").columns, 0))
-    assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
-
-
-def test_numbers_that_hardly_vary_are_told():
-    labels, noise = np.array([10.0, 20.0, 42.0]), np.array([0.0, 3e-6, 1e-6])
-    constant = of_numbers(np.stack([labels, 5.4675 + noise], axis=1), "texts")
+def test_numbers_that_do_not_vary_have_no_correlation():
+    labels = np.array([10.0, 20.0, 42.0])
+    constant = of_numbers(np.stack([labels, np.full(3, 5.4675)], axis=1), "texts")
     assert constant.summary == {
         "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
         "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
         "eval_pearson": 0.0,
         "eval_spearman": 0.0,
     }
-    assert constant.headline.endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
     good = of_numbers(np.stack([labels, labels + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
     assert row_of(good.columns, 1) == {"label": 20.0, "predicted": 21.0}
