@@ -128,14 +128,11 @@ def decode_tensor(source: Source, at_least: int | None = None) -> torch.Tensor:
         BadImage: as `decode` does.
     """
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        source = read(source) if isinstance(source, Part) else source
-        with _open(source) as image:  # reads the header only
+        content = read(source)
+        with _open(content) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
-            upright = (
-                image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-            )
-        if upright and not shrinks:
-            return decode_jpeg(
-                torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB
-            )
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+            if image.format == "JPEG" and not shrinks and not turned:
+                pixels = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return decode_jpeg(pixels, mode=ImageReadMode.RGB)
     return pil_to_tensor(decode(source, at_least))

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -192,20 +191,18 @@ def _find_bad(files: Files) -> list[tuple[int, str]]:
     """(number, reason) of each image that `check` finds bad."""
     count = len(files)
     print_main(f"reading {count:,} images once, to find those that are damaged")
-    chunks = [range(first, min(first + 64, count)) for first in range(0, count, 64)]
-    found = parallel_map(partial(_bad_of, files=files), chunks, None if count > 500 else 1)
-    bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=None)
-    return [*chain.from_iterable(bar)]
+    found = parallel_map(partial(_damage, files=files), range(count), None if count > 500 else 1)
+    bar = tqdm(found, "checking", count, unit="image", disable=None)
+    return [(number, reason) for number, reason in enumerate(bar) if reason]
 
 
-def _bad_of(numbers: range, files: Files) -> list[tuple[int, str]]:
-    bad = []
-    for number in numbers:
-        try:
-            check(files[number])
-        except BadImage as error:
-            bad.append((number, str(error)))
-    return bad
+def _damage(number: int, files: Files) -> str:
+    """What is wrong with an image; empty if nothing is."""
+    try:
+        check(files[number])
+    except BadImage as error:
+        return str(error)
+    return ""
 
 
 def _split(

@@ -89,7 +89,6 @@ def list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]
         ([(sample, rest of the name, label, (first byte, bytes))], counts of others by endings).
     """
     listed: list[Any] = []
-    above: set[str] = set()
     samples, left_out = _samples(file, config)
     for name, (images, record) in samples.items():
         where = f"{file}/{name}"
@@ -104,19 +103,13 @@ def list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]
                     f"{where}: several images ({', '.join(images)}): name one with --image_column"
                 )
         elif "/" in name:
-            *folders, label, _ = name.split("/")
-            above.update(folders)
+            label = name.split("/")[-2]
         else:
             expected = f"neither {name}.cls, {name}.json nor a class folder"
             raise ConfigError(f"{where}: an image without a label: {expected}")
         listed += [(where, rest, label, place) for rest, place in images.items()]
     if not listed:
         raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)})")
-    if "train" in above and (validation := above.intersection(VALIDATION)):
-        raise ConfigError(
-            f"{file}: holds train/ and {min(validation)}/; pack them apart, "
-            "and add --validation_file"
-        )
     return listed, left_out
 
 

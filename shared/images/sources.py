@@ -203,12 +203,7 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
 
 
 def _folders(root: Path) -> list[Path]:
-    try:
-        return sorted(
-            path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
-        )
-    except OSError as error:
-        raise ConfigError(f"{root}: {error.strerror}") from None
+    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def _add_class_folders(listed: Listed, root: Path, *, training: bool) -> None:

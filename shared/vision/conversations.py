@@ -195,18 +195,8 @@ class ImageConversations(Conversations):
         return [Picture(*picture) for picture in self.line("pictures", index)]
 
     def images(self, pictures: list[Picture]) -> list[Any]:
-        """Images as `open_picture` gives them.
-
-        Raises:
-            ConfigError: one cannot be read.
-        """
-        images = []
-        for picture in pictures:
-            try:
-                images.append(open_picture(picture, self.max_pixels))
-            except BadImage as error:
-                raise ConfigError(f"{picture.path}: {error}") from None
-        return images
+        """Images as `open_picture` gives them."""
+        return [open_picture(picture, self.max_pixels) for picture in pictures]
 
     def prompt_images(self, index: int) -> list[Picture]:
         """Those that stand before the last learned turn."""

@@ -121,13 +121,17 @@ def open_picture(picture: Picture, max_pixels: int | None) -> Image.Image:
     """The image in RGB, upright, shrunk to at most so many pixels.
 
     Raises:
-        BadImage: it cannot be read, or has another size than before.
+        ConfigError: it cannot be read, or has another size than before.
     """
-    image = decode(Path(picture.path))
+    try:
+        image = decode(Path(picture.path))
+    except BadImage as error:
+        raise ConfigError(f"{picture.path}: {error}") from None
     if image.size != (picture.width, picture.height):
-        raise BadImage(
-            f"it is {image.width} x {image.height} pixels now, and was {picture.width} x "
-            f"{picture.height} when the data were prepared: touch the data file to prepare it anew"
+        raise ConfigError(
+            f"{picture.path}: it is {image.width} x {image.height} pixels now, and was "
+            f"{picture.width} x {picture.height} when the data were prepared: touch the data file "
+            "to prepare it anew"
         )
     size = shrunk(*image.size, max_pixels)
     return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

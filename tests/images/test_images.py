@@ -718,7 +718,6 @@ def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
         ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
         ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
         ([("a/1.txt", b"")], ": no images in it (.apng, .avif, "),
-        ([("p/train/a/1.png", picture(0)), ("p/val/a/2.png", picture(1))], ": holds train/ and val/; pack them apart"),
     ],
 )
 def test_a_tar_file_that_cannot_serve_says_why(tmp_path, members, message):
