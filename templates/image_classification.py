@@ -115,13 +115,13 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import AutoConfig, ResNetConfig
 
-from shared.data.labelled import labelled_loaders
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch
 from shared.evaluation.evaluation import Evaluation, of_batch
 from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
@@ -132,7 +132,6 @@ from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
@@ -165,11 +164,10 @@ def build_loaders(
         drop_last=has_batch_norm(model),
     )
     return labelled_loaders(
+        setup,
         data,
-        default_collate,
         order,
-        batch,
-        sharding.share(setup.accelerator),
+        default_collate,
         transform=training_rows(data.train, config.recipe, processor),
         eval_transform=partial(eval_row, processor=processor),
     )
@@ -267,8 +265,6 @@ def save_final(
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
         return
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
         evaluation.update(whole.config)
@@ -283,6 +279,8 @@ def save_final(
         )
         if run.config.export_onnx:
             print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
 
 
 def main(config: Config) -> None:

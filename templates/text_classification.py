@@ -78,12 +78,12 @@ from accelerate import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
-from shared.data.labelled import labelled_loaders
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch
 from shared.evaluation.evaluation import SHOWN, Evaluation, of_batch
 from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.loaders import labelled_loaders
 from shared.models import adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import set_gradient_checkpointing
@@ -95,7 +95,6 @@ from shared.models.loading import without_adapters
 from shared.models.text_classifier import load_text_classifier, text_heads
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import gather_weights
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.run import exits
 from shared.run.run import Run
@@ -165,10 +164,9 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
     order = rows_order(
         data.train, batch.global_batch_size, batch.seed, config.data.mix_weights, packed=False
     )
-    share = sharding.share(setup.accelerator)
     usual = int(np.argsort(data.train.lengths)[len(data.train) // 2])
     return (
-        *labelled_loaders(data, collate, order, batch, share),
+        *labelled_loaders(setup, data, order, collate),
         collate([data.train[usual]]),
     )
 
@@ -211,14 +209,6 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
     if not run.is_main:
         return
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
-    mistakes = evaluation.mistakes(data.validation, SHOWN)
-    run.logger.tracker.log_table(
-        "mistakes",
-        [*mistakes[0]] if mistakes else [],
-        [[*map(str, row.values())] for row in mistakes],
-    )
     whole = run.unwrap(model)
     if config.lora_r:
         with whole_folder(run.dir / "adapter") as folder:
@@ -235,6 +225,14 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         (folder / "README.md").write_text(
             run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
+    mistakes = evaluation.mistakes(data.validation, SHOWN)
+    run.logger.tracker.log_table(
+        "mistakes",
+        [*mistakes[0]] if mistakes else [],
+        [[*map(str, row.values())] for row in mistakes],
+    )
 
 
 def main(config: Config) -> None:

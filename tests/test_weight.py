@@ -22,9 +22,9 @@ FOLDERS = {
     "config": 3_700,
     "data": 20_000,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
     "demo": 1_000,
-    "evaluation": 3_200,
+    "evaluation": 3_200,  # 2026-11-28: with the loaders of both classifiers
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
-    "images": 9_300,
+    "images": 8_200,
     "models": 25_100,  # 2026-11-28: loads experts in 4 bits; samples by given draws; attention to and losses of shared rows
     "parallel": 7_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 4_100,  # start.py and cache_dir came from config, record_end from run
@@ -32,20 +32,20 @@ FOLDERS = {
     "run": 23_000,  # 2026-11-28: tuned.py came from dpo.py
     "text": 23_100,
     "training": 6_600,  # flags of replicas came from config; a step may take batches that the template made
-    "vision": 6_600,  # 2026-11-28: images in conversations
+    "vision": 6_100,  # 2026-11-28: images in conversations
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
     "dpo": 102_200,
-    "full_finetune": 100_700,
+    "full_finetune": 100_100,
     "grpo": 99_400,  # 2026-11-28: new
-    "image_classification": 80_700,
-    "lora_finetune": 104_400,
+    "image_classification": 79_400,
+    "lora_finetune": 103_800,
     "pretrain": 88_900,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 80_700,
-    "text_classification": 91_100,
+    "text_classification": 90_900,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from shared.data.order import IGNORED
 from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.process import ranks
-from shared.process.errors import first_line
-from shared.process.printing import print_main
 
 SHOWN = 32  # mistakes in the picture, and in the tracker's table, at most
 LISTED = 1000  # mistakes in evaluation.json, at most
@@ -70,8 +68,9 @@ class Evaluation:
         report: dict[str, Any] = {name.removeprefix("eval_"): x for name, x in self.summary.items()}
         report[self.noun] = len(self.labels)
         if self.by_class:
-            figures = [row_of(self.by_class, number) for number in range(len(self.classes))]
-            report["classes"] = dict(zip(self.classes, figures, strict=True))
+            report["classes"] = {
+                name: row_of(self.by_class, number) for number, name in enumerate(self.classes)
+            }
             report["num_mistakes"] = int((self.labels != self.predicted).sum())
         report["mistakes"] = self.mistakes(samples)
         text = json.dumps(report, indent=1, ensure_ascii=False, default=int)  # int: of NumPy
@@ -87,31 +86,24 @@ class Evaluation:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(lines)
-        pictures: list[Path] = []
-        try:
-            self._draw(folder, samples, pictures)
-        except Exception as error:  # a font or an image must not cost the model
-            reason = first_line(error)
-            print_main(f"warning: a picture of the evaluation cannot be drawn ({reason})")
-        return pictures
+        return self._draw(folder, samples)
 
-    def _draw(self, folder: Path, samples: Any, pictures: list[Path]) -> None:
-        """Draw confusion_matrix.png, with one label a sample, and mistakes.png, and list them."""
+    def _draw(self, folder: Path, samples: Any) -> list[Path]:
+        """Draw confusion_matrix.png, with one label a sample, and mistakes.png."""
+        pictures = []
         shown = picture_names(self.classes)
         if "eval_accuracy" in self.summary:
-            file = folder / "confusion_matrix.png"
+            pictures.append(folder / "confusion_matrix.png")
             names = list(shown.values())
-            draw_confusion_matrix(file, self.headline, names, self.labels, self.predicted)
-            pictures.append(file)
+            draw_confusion_matrix(pictures[0], self.headline, names, self.labels, self.predicted)
         tiles = []
         for number in self.worst[:SHOWN]:
             texts = row_of(self.columns, number).values()
             tiles.append((number, "\n".join(str(shown.get(text, text)) for text in texts)))
         if tiles:
-            file = folder / "mistakes.png"
-            samples.draw(file, f"the worst mistakes: {', '.join(self.columns)}", tiles)
-            if file.exists():
-                pictures.append(file)
+            pictures.append(folder / "mistakes.png")
+            samples.draw(pictures[-1], f"the worst mistakes: {', '.join(self.columns)}", tiles)
+        return [file for file in pictures if file.exists()]
 
     def update(self, config: Any) -> None:
         """Put the thresholds into a model's config, in place of those of an earlier training."""

@@ -143,10 +143,7 @@ def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
     }
     headline = f"Pearson's correlation {summary['eval_pearson']:.4f}"
     headline += f", Spearman's {summary['eval_spearman']:.4f} on {len(labels):,} validation {noun}"
-    columns = {  # the digits of fp32
-        "label": [float(f"{value:.7g}") for value in labels],
-        "predicted": [float(f"{value:.7g}") for value in predicted],
-    }
+    columns = {"label": labels.round(6), "predicted": predicted.round(6)}
     return Evaluation(
         noun=noun,
         classes=(),

@@ -20,6 +20,7 @@ from shared.data.loader import parallel_map
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode
+from shared.images.digits import write_digits
 from shared.images.options import ImageConfig
 from shared.images.sources import Files, Listed
 from shared.images.tiles import draw_tiles
@@ -131,9 +132,7 @@ def _prepare(config: ImageConfig) -> LabelledData:
     splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
     root = config.train_dir[0] if config.train_dir else None
     if config.is_demo:
-        root = prepared.build_once(
-            cache_dir() / "images" / "sklearn-digits-1", sources.write_digits
-        )
+        root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", write_digits)
     listings: list[Callable[[], Listed]] = []  # one, on the main rank
 
     def find() -> str:

@@ -14,7 +14,7 @@ import torch
 from shared import demo
 from shared.config import parse as configs
 from shared.data import prepared
-from shared.images.sources import write_digits
+from shared.images.digits import write_digits
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.process.printing import quieten_imports

@@ -17,7 +17,6 @@ from sklearn import metrics
 
 from shared.data.labels import Labels
 from shared.data.order import IGNORED
-from shared.evaluation import evaluation
 from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
@@ -256,22 +255,6 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     manager.addfont(tmp_path / "cats.ttf")
     assert list(class_pictures.picture_names(classes).values()) == ["cat", "кошка", "猫", "class 3"]
     assert len(made([0, 1, 2, 3], [1, 2, 3, 0], classes).write(run_dir, pictures(4))) == 2
-
-
-def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, capsys):
-    class Gone:
-        def __getitem__(self, index):
-            return tmp_path / "none.png"
-
-        def where(self, index):
-            return "none.png"
-
-    images = Images([Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int)))
-    assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
-    said = capsys.readouterr().err
-    assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
-    assert (run_dir / "evaluation.json").exists()
-    assert evaluation.SHOWN == 32
 
 
 def test_numbers_that_do_not_vary_have_no_correlation():
