@@ -36,7 +36,10 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         try:
             own = from_hub(AutoImageProcessor, name)
         except ConfigError as error:
-            note(f"warning: {error}: ImageNet's mean and deviation are used")
+            note(
+                f"warning: {name} has no image processor that can be used, so ImageNet's mean and "
+                f"deviation are: {error}"
+            )
     mean = list(IMAGENET_DEFAULT_MEAN)
     std = list(IMAGENET_DEFAULT_STD)
     resample = Image.Resampling.BICUBIC
