@@ -312,7 +312,7 @@ def save_plainly(options: argparse.Namespace) -> Callable[[], Any]:
 
 def pictures(options: argparse.Namespace) -> Path:
     """Hard links, in class folders."""
-    from shared.images.sources import write_digits
+    from shared.images.digits import write_digits
 
     digits, root = Path(options.folder, "digits"), Path(options.folder, "pictures")
     digits.mkdir()

@@ -91,11 +91,13 @@ class Config:
                 f"mixup and CutMix mix pairs, but a micro-batch has {rows} "
                 "images: choose an even number"
             )
-        if self.evaluation.metric_for_best_model == "map" and not self.data.is_multi_label:
-            raise ConfigError(
-                "--metric_for_best_model map, mean average precision, needs "
-                "--problem_type multi_label"
-            )
+
+    @property
+    def trained(self) -> str:
+        """What is trained, which decides the learning rate."""
+        if not self.model_name_or_path:
+            return "random weights"
+        return "head alone" if self.freeze_backbone else "trained weights"
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once
@@ -112,9 +114,10 @@ from transformers import AutoConfig, ResNetConfig
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import Evaluation, gather_rows, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, of_one_label, of_several_labels
+from shared.data.order import IGNORED, Batch
+from shared.evaluation.evaluation import Evaluation, of_batch
+from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
@@ -125,12 +128,10 @@ from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.run.state import score_of
 from shared.training import defaults, optim
 
 
@@ -148,46 +149,22 @@ def build_loaders(
 ) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
     config = setup.config
-    batch = setup.config.batch
-    if len(data.train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(data.train)} training images are fewer than one "
-            "--global_batch_size: choose a smaller one"
-        )
+    batch = config.batch
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    size = batch.global_batch_size
-    drop_last = has_batch_norm(model)
     order = training_order(
-        data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last
+        data.train,
+        batch.global_batch_size,
+        batch.seed,
+        config.data.mix_weights,
+        drop_last=has_batch_norm(model),
     )
-    share = sharding.share(setup.accelerator)
-    workers = batch.dataloader_num_workers or 0
-    eval_order = Order(
-        len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False
-    )
-    train_rows = training_rows(data.train, config.recipe, processor)
-    eval_rows = partial(eval_row, processor=processor)
-    rows = batch.micro_batch()[0]
-    eval_size = batch.per_device_eval_batch_size
-    return (
-        Loader(
-            data.train,
-            default_collate,
-            order,
-            share,
-            per_device=rows,
-            num_workers=workers,
-            transform=train_rows,
-        ),
-        Loader(
-            data.validation,
-            default_collate,
-            eval_order,
-            share,
-            per_device=eval_size,
-            num_workers=workers,
-            transform=eval_rows,
-        ),
+    return labelled_loaders(
+        setup,
+        data,
+        order,
+        default_collate,
+        transform=training_rows(data.train, config.recipe, processor),
+        eval_transform=partial(eval_row, processor=processor),
     )
 
 
@@ -238,22 +215,26 @@ def prepare_model(
 def image_loss(
     model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any
 ) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label
+    """The loss summed over this micro-batch's images. Rows that only fill it up have the label
     IGNORED.
+
+    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes].
+    `options` are `weight`, [classes], and `label_smoothing`.
     """
-    # several labels an image
-    cross_entropy: Any = F.cross_entropy if batch["labels"].ndim == 1 else binary_cross_entropy
+    labels = targets = batch["labels"]
     pixels = to_model(batch["pixel_values"])
-    targets = batch["labels"]
     if "mix" in batch:
         pixels, targets = mix(pixels, targets, batch["mix"], num_classes)
     logits = model(pixel_values=pixels).logits.float()
-    losses = cross_entropy(logits, targets, reduction="none", **options)
-    return (losses * (batch["labels"] != IGNORED)).sum()
+    if labels.ndim == 2:
+        losses = binary_cross_entropy(logits, targets, **options)
+    else:
+        losses = F.cross_entropy(logits, targets, reduction="none", **options)
+    return (losses * (labels != IGNORED)).sum()
 
 
 def predict(
-    run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]
+    run: Run, model: nn.Module, loader: Loader, data: LabelledData, to_model: ToModel
 ) -> Evaluation:
     """What the model says of the validation images, each counted once on any world size."""
     batches = []
@@ -262,11 +243,10 @@ def predict(
             (batch,) = window.micro_batches
             logits = model(pixel_values=to_model(batch["pixel_values"])).logits
             batches.append(of_batch(logits, batch["labels"]))
-    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
-    if not run.config.data.is_multi_label:
-        return of_one_label(rows, classes, "images")
     kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
-    return of_several_labels(rows, classes, "images", None if run.total_steps else kept)
+    return evaluation_of(
+        run.accelerator, batches, data, "images", None if run.total_steps else kept
+    )
 
 
 def save_final(
@@ -278,8 +258,6 @@ def save_final(
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
         return
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
         evaluation.update(whole.config)
@@ -291,6 +269,8 @@ def save_final(
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
 
 
 def main(config: Config) -> None:
@@ -306,28 +286,17 @@ def main(config: Config) -> None:
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
-    to_model = ToModel(
-        processor,
-        setup.device,
-        channels_last=image_classifier.channels_last(model, setup.accelerator),
-    )
     data = data.numbered_as(classes)
-    scratch = config.model_name_or_path is None
-    kind = (
-        "random weights"
-        if scratch
-        else "head alone"
-        if config.freeze_backbone
-        else "trained weights"
-    )
+    channels_last = image_classifier.channels_last(model, setup.accelerator)
+    to_model = ToModel(processor, setup.device, channels_last=channels_last)
+    kind = config.trained
     count = len(data.train)
-    epochs = 30 if scratch else 5
+    epochs = 5 if config.model_name_or_path else 30
     fitting = defaults.batch_and_epochs(
         config.batch, count, count, most=64, least=16, epochs=epochs
     )
-    config = setup.set_defaults(
-        f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting
-    )
+    rate = defaults.IMAGE_RATES[kind]
+    config = setup.set_defaults(f"{count:,} images, {kind}", learning_rate=rate, **fitting)
     model, flops = prepare_model(setup, model, size, to_model.memory_format)
     train, validation = build_loaders(setup, data, processor, model)
     advice = batch_norm_advice(model, config.batch, setup.accelerator.num_processes)
@@ -336,16 +305,20 @@ def main(config: Config) -> None:
     # on the device, sharded
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     image_classifier.training_mode(model)
-    weights = None
-    if config.recipe.class_weights == "balanced":
-        weights = data.class_weights(config.data.mix_weights).to(setup.device)
-    options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
-    loss_of: Any = partial(
-        image_loss, model, to_model=to_model, num_classes=len(classes), **options
-    )
     steps = config.batch.total_steps(train.steps_per_epoch)
     # by flag, or where it saves time
     config = setup.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
+    weights = None
+    if config.recipe.class_weights == "balanced":
+        weights = data.class_weights(config.data.mix_weights).to(setup.device)
+    loss_of = partial(
+        image_loss,
+        model,
+        to_model=to_model,
+        num_classes=len(classes),
+        weight=weights,
+        label_smoothing=config.recipe.label_smoothing,
+    )
     # --find_batch_size, --dress_rehearsal
     config = setup.rehearse(train, loss_of, multiple=2 if config.recipe.mixes else 1)
     architecture = type(setup.accelerator.unwrap_model(model)).__name__
@@ -365,12 +338,9 @@ def main(config: Config) -> None:
         flops=flops,
         **about,
     )
-    if run.state.step == 0 and config.checkpoint.dress_rehearsal:
-        # to see whether it works, and measures the metric
-        summary = predict(run, model, validation, to_model, classes).summary
-        score_of(summary, run.config.evaluation.metric_for_best_model)
-    elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
-        run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
+
+    if run.should_evaluate():
+        run.log_evaluation(predict(run, model, validation, data, to_model).summary)
     for step in run.steps():
         for batch in step.micro_batches():
             # summed over the micro-batch, scaled to the mean of the global batch
@@ -378,9 +348,9 @@ def main(config: Config) -> None:
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
+            run.log_evaluation(predict(run, model, validation, data, to_model).summary)
     run.load_best_weights()
-    evaluation = predict(run, model, validation, to_model, classes)
+    evaluation = predict(run, model, validation, data, to_model)
     save_final(run, model, processor, data, evaluation)
     files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
     run.close(evaluation.headline, files)

@@ -80,14 +80,10 @@ from torch.nn import functional as F
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
-from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import SHOWN, Evaluation, gather_rows, of_batch
-from shared.evaluation.kinds import (
-    binary_cross_entropy,
-    of_numbers,
-    of_one_label,
-    of_several_labels,
-)
+from shared.data.order import IGNORED, Batch
+from shared.evaluation.evaluation import SHOWN, Evaluation, of_batch
+from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.loaders import labelled_loaders
 from shared.models import adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import set_gradient_checkpointing
@@ -99,7 +95,6 @@ from shared.models.loading import without_adapters
 from shared.models.text_classifier import load_text_classifier, text_heads
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import gather_weights
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.run import exits
 from shared.run.run import Run
@@ -159,27 +154,20 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual
     text).
     """
-    batch = setup.config.batch
-    tokenizer = data.train.tokenizer
-    if len(data.train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(data.train)} training texts are fewer than one "
-            "--global_batch_size: choose a smaller one"
-        )
-    mix_weights = setup.config.data.mix_weights
-    order = rows_order(data.train, batch.global_batch_size, batch.seed, mix_weights, packed=False)
-    share = sharding.share(setup.accelerator)
-    eval_size = batch.per_device_eval_batch_size
-    eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
+    config = setup.config
+    batch = config.batch
     collate = partial(
-        labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=setup.config.data.seq_length
+        labelled.collate,
+        pad_token_id=data.train.tokenizer.pad_token_id,
+        at_most=config.data.seq_length,
     )
-    rows = batch.micro_batch()[0]
-    workers = batch.dataloader_num_workers or 0
+    order = rows_order(
+        data.train, batch.global_batch_size, batch.seed, config.data.mix_weights, packed=False
+    )
+    usual = int(np.argsort(data.train.lengths)[len(data.train) // 2])
     return (
-        Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
-        Loader(data.validation, collate, eval_order, share, per_device=eval_size),
-        collate([data.train[int(np.argsort(data.train.lengths)[len(data.train) // 2])]]),
+        *labelled_loaders(setup, data, order, collate),
+        collate([data.train[usual]]),
     )
 
 
@@ -197,29 +185,19 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     elif labels.is_floating_point():
         losses = (logits[:, 0] - labels) ** 2
     else:
-        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED, **options)
+        losses = F.cross_entropy(logits, labels, reduction="none", **options)
     return (losses * (labels != IGNORED)).sum()
 
 
 def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
     batches = []
-    for window in run.read(loader):
-        (batch,) = window.micro_batches
-        batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
-    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
-    if data.problem_type == "regression":
-        return of_numbers(rows, "texts")
-    if data.problem_type == "single_label":
-        return of_one_label(rows, data.classes, "texts")
-    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
-    return of_several_labels(rows, data.classes, "texts", None if run.total_steps else kept)
-
-
-def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> None:
-    """Log loss and scores of the validation texts."""
     with run.evaluating(model):
-        run.log_evaluation(predict(run, model, loader, data).summary)
+        for window in run.read(loader):
+            (batch,) = window.micro_batches
+            batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
+    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
+    return evaluation_of(run.accelerator, batches, data, "texts", None if run.total_steps else kept)
 
 
 def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
@@ -231,14 +209,6 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
     if not run.is_main:
         return
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
-    mistakes = evaluation.records(data.validation)[:SHOWN]
-    run.logger.tracker.log_table(
-        "mistakes",
-        [*mistakes[0]] if mistakes else [],
-        [[*map(str, row.values())] for row in mistakes],
-    )
     whole = run.unwrap(model)
     if config.lora_r:
         with whole_folder(run.dir / "adapter") as folder:
@@ -255,6 +225,14 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         (folder / "README.md").write_text(
             run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
+    mistakes = evaluation.mistakes(data.validation, SHOWN)
+    run.logger.tracker.log_table(
+        "mistakes",
+        [*mistakes[0]] if mistakes else [],
+        [[*map(str, row.values())] for row in mistakes],
+    )
 
 
 def main(config: Config) -> None:
@@ -286,11 +264,9 @@ def main(config: Config) -> None:
     model, optimizers = setup.prepare(model, optim.build(model, config.optim))
     steps = config.batch.total_steps(train.steps_per_epoch)
     config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    class_weights = (
-        data.class_weights(config.data.mix_weights).to(setup.device)
-        if config.class_weights == "balanced"
-        else None
-    )
+    class_weights = None
+    if config.class_weights == "balanced":
+        class_weights = data.class_weights(config.data.mix_weights).to(setup.device)
     smoothing = config.label_smoothing
     loss_of = partial(text_loss, model, weight=class_weights, label_smoothing=smoothing)
     config = setup.rehearse(train, loss_of)  # --find_batch_size, --dress_rehearsal
@@ -310,7 +286,7 @@ def main(config: Config) -> None:
     )
 
     if run.should_evaluate():
-        evaluate(run, model, validation, data)
+        run.log_evaluation(predict(run, model, validation, data).summary)
     for step in run.steps():
         for batch in step.micro_batches():
             # summed over the micro-batch, scaled to the mean of the global batch
@@ -318,10 +294,9 @@ def main(config: Config) -> None:
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            evaluate(run, model, validation, data)
+            run.log_evaluation(predict(run, model, validation, data).summary)
     run.load_best_weights()
-    with run.evaluating(model):
-        evaluation = predict(run, model, validation, data)
+    evaluation = predict(run, model, validation, data)
     save_final(run, model, data, evaluation)
     files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
     run.close(evaluation.headline, files)

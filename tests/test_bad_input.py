@@ -137,13 +137,13 @@ def public():
 
 def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
     from shared.images.options import ImageConfig
-    from shared.images.sources import list_images
+    from shared.images.sources import list_files
 
     for kind in (0, 1):
         paint(public / f"class{kind}" / "sub" / "a.png", kind, 0, (8, 8))
     (public / "class1" / "sub").chmod(0)
     for read in (
-        lambda: list_images(ImageConfig(), public),
+        lambda: list_files(ImageConfig(), public),
         lambda: find_files([str(public)], flag="train_file"),
     ):
         with without_root(), pytest.raises(ConfigError) as caught:

@@ -160,7 +160,7 @@ def _shrink(content: bytes, size: int) -> tuple[bytes, str]:
         or (kind != "JPEG" and getattr(image, "is_animated", False))
     ):
         return content, f"kept as they are ({kind} {image.mode})"
-    check(content, in_full=False)  # Pillow reads JPEGs whose end was not written
+    check(content)  # Pillow reads JPEGs whose end was not written
     profile = image.info.get("icc_profile", b"")
     long = max(size, round(size * max(image.size) / min(image.size)))
     # JPEGs are decoded at 1/2, 1/4 or 1/8 if that leaves twice the pixels that are needed

@@ -1,11 +1,10 @@
 """What a classifier says of its validation samples: figures, files and pictures."""
 
 import csv
-import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,24 +14,9 @@ from torch.nn import functional as F
 from shared.data.order import IGNORED
 from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.process import ranks
-from shared.process.errors import first_line
-from shared.process.printing import print_main
 
 SHOWN = 32  # mistakes in the picture, and in the tracker's table, at most
 LISTED = 1000  # mistakes in evaluation.json, at most
-
-
-class Validated(Protocol):
-    """The samples that were validated on."""
-
-    def shown(self, number: int) -> dict[str, Any]:
-        """Where a sample is from, and its record, for evaluation.json and predictions.csv."""
-
-    def position(self, number: int) -> Any:
-        """The sample's place in the data, by which they are sorted in predictions.csv."""
-
-    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
-        """Draw samples, each with its text, if they can be drawn."""
 
 
 @dataclass
@@ -45,8 +29,9 @@ class Evaluation:
         labels, predicted: one entry a sample, in the order of the data set.
         summary: the figures, under names that begin with `eval_`.
         headline: the result in a sentence.
-        columns: what predictions.csv says of each sample.
-        mistakes: (sample, what evaluation.json says of it), the worst first, at most `LISTED`.
+        columns: what predictions.csv and evaluation.json say of each sample.
+        worst: the numbers of mistaken samples, the worst first.
+        scores: more columns of predictions.csv.
         by_class: figures of each class, [classes].
         thresholds: with several labels a sample, from which probability each class is a yes.
     """
@@ -58,16 +43,24 @@ class Evaluation:
     summary: dict[str, float]
     headline: str
     columns: dict[str, Any]
-    mistakes: list[tuple[int, dict[str, Any]]]
+    worst: np.ndarray
+    scores: dict[str, Any] = field(default_factory=dict)
     by_class: dict[str, np.ndarray] = field(default_factory=dict)
     thresholds: dict[str, float] | None = None
 
-    def records(self, samples: Validated) -> list[dict[str, Any]]:
-        """The mistakes with the records of their samples."""
-        return [record_of(samples, sample, mistake) for sample, mistake in self.mistakes]
+    def mistakes(self, samples: Any, most: int = LISTED) -> list[dict[str, Any]]:
+        """The worst mistakes with the records of their samples."""
+        return [
+            samples.shown(number) | row_of(self.columns, number) for number in self.worst[:most]
+        ]
 
-    def write(self, folder: Path, samples: Validated) -> list[Path]:
+    def write(self, folder: Path, samples: Any) -> list[Path]:
         """Write evaluation.json, predictions.csv and pictures into a folder. Call on one rank.
+
+        Args:
+            samples: the validation samples. By number, `shown` gives where one is from and its
+                record, `position` its place in the data; `draw(file, title, [(number, text)])`
+                draws some if they can be drawn.
 
         Returns:
             The pictures that were drawn.
@@ -75,44 +68,42 @@ class Evaluation:
         report: dict[str, Any] = {name.removeprefix("eval_"): x for name, x in self.summary.items()}
         report[self.noun] = len(self.labels)
         if self.by_class:
-            figures = [row_of(self.by_class, number) for number in range(len(self.classes))]
-            report["classes"] = dict(zip(self.classes, figures, strict=True))
+            report["classes"] = {
+                name: row_of(self.by_class, number) for number, name in enumerate(self.classes)
+            }
             report["num_mistakes"] = int((self.labels != self.predicted).sum())
-        report["mistakes"] = self.records(samples)
+        report["mistakes"] = self.mistakes(samples)
         text = json.dumps(report, indent=1, ensure_ascii=False, default=int)  # int: of NumPy
         # Names of files may be no text: backslashreplace.
         (folder / "evaluation.json").write_text(text, "utf-8", "backslashreplace")
 
         order = sorted(range(len(self.labels)), key=samples.position)
-        lines = [record_of(samples, sample, row_of(self.columns, sample)) for sample in order]
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        table = io.StringIO()
-        writer = csv.DictWriter(table, names)
-        writer.writeheader()
-        writer.writerows(lines)
-        content = table.getvalue()
-        (folder / "predictions.csv").write_text(content, "utf-8", "backslashreplace", newline="")
+        columns = self.columns | self.scores
+        lines = [samples.shown(number) | row_of(columns, number) for number in order]
+        names = dict.fromkeys(name for line in lines for name in line)
+        table = folder / "predictions.csv"
+        with table.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(lines)
+        return self._draw(folder, samples)
 
-        confusion = folder / "confusion_matrix.png"
-        worst = folder / "mistakes.png"
-        for path in (confusion, worst):
-            path.unlink(missing_ok=True)  # of an earlier evaluation
-        try:
-            shown = picture_names(self.classes)
-            if "eval_accuracy" in self.summary:  # one label a sample
-                title = self.headline
-                names = list(shown.values())
-                draw_confusion_matrix(confusion, title, names, self.labels, self.predicted)
-            tiles = []
-            for sample, mistake in self.mistakes[:SHOWN]:
-                caption = "\n".join(str(shown.get(value, value)) for value in mistake.values())
-                tiles.append((sample, caption))
-            if tiles:
-                samples.draw(worst, f"the worst mistakes: {', '.join(mistake)}", tiles)
-        except Exception as error:  # a font or an image must not cost the model
-            reason = first_line(error)
-            print_main(f"warning: a picture of the evaluation cannot be drawn ({reason})")
-        return [path for path in (confusion, worst) if path.exists()]
+    def _draw(self, folder: Path, samples: Any) -> list[Path]:
+        """Draw confusion_matrix.png, with one label a sample, and mistakes.png."""
+        pictures = []
+        shown = picture_names(self.classes)
+        if "eval_accuracy" in self.summary:
+            pictures.append(folder / "confusion_matrix.png")
+            names = list(shown.values())
+            draw_confusion_matrix(pictures[0], self.headline, names, self.labels, self.predicted)
+        tiles = []
+        for number in self.worst[:SHOWN]:
+            texts = row_of(self.columns, number).values()
+            tiles.append((number, "\n".join(str(shown.get(text, text)) for text in texts)))
+        if tiles:
+            pictures.append(folder / "mistakes.png")
+            samples.draw(pictures[-1], f"the worst mistakes: {', '.join(self.columns)}", tiles)
+        return [file for file in pictures if file.exists()]
 
     def update(self, config: Any) -> None:
         """Put the thresholds into a model's config, in place of those of an earlier training."""
@@ -185,11 +176,3 @@ def gather_rows(
     rows = rows[rows[:, 0] != IGNORED]
     assert len(rows) == num_samples
     return rows
-
-
-def record_of(samples: Validated, number: int, prediction: dict[str, Any]) -> dict[str, Any]:
-    """A sample's record, and its `prediction`. A column of the data with its name is renamed."""
-    record = {}
-    for name, value in samples.shown(number).items():
-        record[f"{name} (data)" if name in prediction else name] = value
-    return record | prediction

@@ -3,13 +3,35 @@
 `rows`, [samples, values] fp64, are what `gather_rows` gives: see `of_batch` for the values.
 """
 
-from typing import Any, Literal
-
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 
-from shared.evaluation.evaluation import LISTED, Evaluation, row_of
+from shared.data.labels import LabelledData
+from shared.evaluation.evaluation import Evaluation, gather_rows
+
+
+def evaluation_of(
+    accelerator: Accelerator,
+    batches: list[torch.Tensor],
+    data: LabelledData,
+    noun: str,
+    thresholds: dict[str, float] | None = None,
+) -> Evaluation:
+    """The evaluation of all validation samples. Every rank calls this.
+
+    Args:
+        batches: this rank's, see `gather_rows`.
+        noun: what the samples are.
+        thresholds: see `of_several_labels`.
+    """
+    rows = gather_rows(accelerator, batches, len(data.validation))
+    if data.problem_type == "regression":
+        return of_numbers(rows, noun)
+    if data.problem_type == "multi_label":
+        return of_several_labels(rows, data.classes, noun, thresholds)
+    return of_one_label(rows, data.classes, noun)
 
 
 def of_one_label(rows: np.ndarray, classes: tuple[str, ...], noun: str) -> Evaluation:
@@ -37,7 +59,6 @@ def of_one_label(rows: np.ndarray, classes: tuple[str, ...], noun: str) -> Evalu
         "confidence": confidence.round(6),
     }
     wrong = np.flatnonzero(labels != predicted)
-    worst = wrong[np.argsort(-confidence[wrong], kind="stable")][:LISTED]
     return Evaluation(
         noun=noun,
         classes=classes,
@@ -46,7 +67,7 @@ def of_one_label(rows: np.ndarray, classes: tuple[str, ...], noun: str) -> Evalu
         summary={name: float(value) for name, value in summary.items()},
         headline=headline,
         columns=columns,
-        mistakes=[(int(sample), row_of(columns, sample)) for sample in worst],
+        worst=wrong[np.argsort(-confidence[wrong], kind="stable")],
         by_class=by_class,
     )
 
@@ -86,22 +107,12 @@ def of_several_labels(
     headline = f"mean average precision {summary['eval_map']:.4f}"
     headline += f" on {len(labels):,} validation {noun}"
     names = np.array(classes, dtype=object)
-    columns: dict[str, Any] = {
+    columns = {
         "label": ["|".join(names[row]) for row in labels],
         "predicted": ["|".join(names[row]) for row in predicted],
     }
-    for name, column in zip(classes, scores.round(6).T, strict=True):
-        columns[f"score of {name}"] = column
-    wrong = np.argwhere(predicted != labels)  # each wrong yes or no, the most confident first
-    apart = np.abs(labels - scores)[tuple(wrong.T)]
-    mistakes = []
-    for sample, number in wrong[np.argsort(-apart, kind="stable")][:LISTED]:
-        mistake = {
-            "label": classes[number],
-            "is_there": bool(labels[sample, number]),
-            "score": round(float(scores[sample, number]), 4),
-        }
-        mistakes.append((int(sample), mistake))
+    apart = np.where(predicted != labels, np.abs(labels - scores), 0.0).max(1)
+    wrong = np.flatnonzero(apart)
     return Evaluation(
         noun=noun,
         classes=classes,
@@ -110,7 +121,8 @@ def of_several_labels(
         summary=summary,
         headline=headline,
         columns=columns,
-        mistakes=mistakes,
+        worst=wrong[np.argsort(-apart[wrong], kind="stable")],
+        scores={f"score of {name}": x for name, x in zip(classes, scores.round(6).T, strict=True)},
         by_class=by_class,
         thresholds=thresholds,
     )
@@ -122,8 +134,7 @@ def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
 
     labels, predicted = rows.T
     errors = np.abs(labels - predicted)
-    rounding = 1e-6 * (np.abs(predicted).max() + np.ptp(labels))  # whose correlation would be noise
-    varies = np.ptp(labels) > 0 and np.ptp(predicted) > rounding
+    varies = np.ptp(labels) > 0 and np.ptp(predicted) > 0
     summary = {
         "eval_loss": float((errors**2).mean()),
         "eval_mae": float(errors.mean()),
@@ -132,14 +143,7 @@ def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
     }
     headline = f"Pearson's correlation {summary['eval_pearson']:.4f}"
     headline += f", Spearman's {summary['eval_spearman']:.4f} on {len(labels):,} validation {noun}"
-    if np.ptp(predicted) <= 0.01 * np.ptp(labels):
-        headline += f"; predictions hardly vary ({predicted.min():.4g} to {predicted.max():.4g}"
-        headline += f", labels {labels.min():.4g} to {labels.max():.4g})"
-    columns = {  # the digits of fp32
-        "label": [float(f"{value:.7g}") for value in labels],
-        "predicted": [float(f"{value:.7g}") for value in predicted],
-    }
-    worst = np.argsort(-errors, kind="stable")[:LISTED]
+    columns = {"label": labels.round(6), "predicted": predicted.round(6)}
     return Evaluation(
         noun=noun,
         classes=(),
@@ -148,7 +152,7 @@ def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
         summary=summary,
         headline=headline,
         columns=columns,
-        mistakes=[(int(sample), row_of(columns, sample)) for sample in worst],
+        worst=np.argsort(-errors, kind="stable"),
     )
 
 
@@ -172,9 +176,8 @@ def binary_cross_entropy(
     *,
     weight: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
-    reduction: Literal["none"] = "none",
 ) -> torch.Tensor:
-    """A yes or no for each class, called as `F.cross_entropy` is. A sample's loss is their mean.
+    """A yes or no for each class. A sample's loss is their mean.
 
     Args:
         logits: [batch, classes].
@@ -186,8 +189,10 @@ def binary_cross_entropy(
         [batch, classes]: what each class adds to its sample's loss.
     """
     targets = targets * (1 - label_smoothing) + label_smoothing / 2
-    loss = F.binary_cross_entropy_with_logits
-    return loss(logits, targets, pos_weight=weight, reduction=reduction) / logits.shape[1]
+    losses = F.binary_cross_entropy_with_logits(
+        logits, targets, pos_weight=weight, reduction="none"
+    )
+    return losses / logits.shape[1]
 
 
 def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:

@@ -16,7 +16,7 @@ def draw_confusion_matrix(
     labels: np.ndarray,
     predicted: np.ndarray,
 ) -> None:
-    """The classes with the most mistakes.
+    """Draw the classes with the most mistakes.
 
     Args:
         names: what to call the classes.
@@ -28,9 +28,7 @@ def draw_confusion_matrix(
     wrong = labels != predicted
     mistakes = np.bincount(np.append(labels[wrong], predicted[wrong]), minlength=len(names))
     shown = np.sort(np.argsort(-mistakes, kind="stable")[:MOST])
-    title += "\nshares of the true class"
-    if len(shown) < len(names):
-        title += f"; the {len(shown)} of {len(names)} classes with the most mistakes"
+    title += f"\nshares of the true class; {len(shown)} of {len(names)} classes"
     side = 2.5 + 0.45 * len(shown)
     figure = Figure(figsize=(side, side), layout="constrained")
     ConfusionMatrixDisplay.from_predictions(
@@ -44,7 +42,6 @@ def draw_confusion_matrix(
         cmap="Blues",
         ax=figure.add_subplot(title=title),
         colorbar=False,
-        text_kw={"fontsize": 8},
     )
     figure.savefig(file, dpi=110)
 
@@ -59,7 +56,7 @@ def picture_names(classes: tuple[str, ...]) -> dict[str, str]:
     names = {name: _short(name) for name in classes}
     missing = {character for character in "".join(names.values()) if not character.isascii()}
     fonts = ["DejaVu Sans"]  # matplotlib's own, which is in each installation
-    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name not in fonts):
+    for font in font_manager.fontManager.ttflist:
         if missing and "Last Resort" not in font.name:  # which has boxes only
             found = missing & set(map(chr, font_manager.get_font(font.fname).get_charmap()))
             missing -= found

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from shared.data.loader import parallel_map
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode
+from shared.images.digits import write_digits
 from shared.images.options import ImageConfig
 from shared.images.sources import Files, Listed
+from shared.images.tiles import draw_tiles
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
@@ -32,6 +33,7 @@ from shared.process.ranks import is_main_rank
 REPAIR = "repair it or add --skip_bad_images, and --allow_changed data if this run has a checkpoint"
 
 
+@dataclass(eq=False)
 class Images(Dataset):
     """A dataset of labelled images: rows {"image": the result of `decode`, "labels": see `Labels`}.
 
@@ -39,20 +41,17 @@ class Images(Dataset):
         files: the images of each source.
         index: [n, 2] int32, the source of each image and its number there.
         labels: of these images.
-
-    Attributes:
         sources: how many images are of each source of a mixture.
         decode: the function that decodes images, `decode` or `decode_tensor`.
         at_least: its other argument.
     """
 
-    def __init__(self, files: Sequence[Files], index: np.ndarray, labels: Labels) -> None:
-        self.files = files
-        self.index = index
-        self.labels = labels
-        self.sources: dict[str, int] = {}
-        self.decode: Callable[[Source, int | None], Any] = decode
-        self.at_least: int | None = None
+    files: Sequence[Files]
+    index: np.ndarray
+    labels: Labels
+    sources: dict[str, int] = field(default_factory=dict)
+    decode: Callable[[Source, int | None], Any] = decode
+    at_least: int | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -80,25 +79,12 @@ class Images(Dataset):
         return number  # they are in the order of the data
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
-        """Draw images with a text above each, if there are any.
+        """Draw images with a text above each.
 
         Args:
             tiles: (number of an image, its text).
         """
-        from matplotlib.figure import Figure
-
-        if not tiles:
-            return
-        rows = math.ceil(len(tiles) / 8)
-        figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
-        figure.suptitle(title)
-        for place, (number, text) in enumerate(tiles, 1):
-            image = self[number]["image"]
-            image.thumbnail((160, 160))
-            axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
-            axes.set_title(text, fontsize=8)
-            axes.imshow(image)
-        figure.savefig(file, dpi=110)
+        draw_tiles(file, title, [(self[number]["image"], text) for number, text in tiles])
 
 
 def prepare(config: ImageConfig) -> LabelledData:
@@ -113,27 +99,16 @@ def prepare(config: ImageConfig) -> LabelledData:
     """
     configs = config.sources()
     parts = [_prepare(source) for source in configs.values()]
-    names = [label(sources.name_of(source)) for source in configs.values()]
-    for name, part in zip(names, parts, strict=True):
-        if not len(part.train):
-            raise ConfigError(f"{name}: no image to train on")
     classes = tuple(in_order({name for part in parts for name in part.classes}))
     parts = [part.numbered_as(classes) for part in parts]
     train = _joined([part.train for part in parts])
     train.sources = {name: len(part.train) for name, part in zip(configs, parts, strict=True)}
     is_shared = config.validation_dir or config.validation_file  # by all sources
     validation = _joined([part.validation for part in (parts[:1] if is_shared else parts)])
-    name = ", ".join(names)
+    name = ", ".join(label(sources.name_of(source)) for source in configs.values())
     train.labels.require_trained(name, "image")
-    validated = validation.labels.counts()
-    if not validated.any():
-        with_label = " with a label" if len(validation) else ""
-        raise ConfigError(f"{name}: no image{with_label} to validate on")
-    if not validated.all():
-        print_main(
-            f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
-            f"({classes[int(validated.argmin())]!r} for one): means over classes leave them out"
-        )
+    if not validation.labels.counts().any():
+        raise ConfigError(f"{name}: no image to validate on that has a label")
     identity = prepared.fingerprint(sources=[part.identity for part in parts])
     return LabelledData(train, validation, identity, "; ".join(part.about for part in parts))
 
@@ -155,25 +130,24 @@ def _prepare(config: ImageConfig) -> LabelledData:
     splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
     root = config.train_dir[0] if config.train_dir else None
     if config.is_demo:
-        root = prepared.build_once(
-            cache_dir() / "images" / "sklearn-digits-1", sources.write_digits
-        )
+        root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", write_digits)
     listings: list[Callable[[], Listed]] = []  # one, on the main rank
 
     def find() -> str:
+        facts: Any
         if tars := shards.find(config):
-            listings.append(partial(shards.list_images, *tars, config))  # takes minutes, so not now
-            facts: Any = tars
+            facts = tars
+            listings.append(partial(shards.list_images, *tars, config))
+        elif splits:
+            facts = [[split, part._fingerprint] for split, part in splits.items()]
+            listings.append(partial(sources.list_rows, config, splits))
         else:
-            listed = (
-                sources.list_rows(config, splits) if splits else sources.list_images(config, root)
-            )
+            listed, facts = sources.list_files(config, root)
             listings.append(lambda: listed)
-            facts = listed.digest()
         return prepared.fingerprint(
             facts=facts,
             columns=[config.image_column, config.label_column, config.problem_type],
-            check=[config.skip_bad_images, PIL.__version__],
+            decoder=PIL.__version__,
             code=prepared.source_of(
                 "images", "data/labels.py", "data/records.py", "data/tables.py"
             ),
@@ -186,7 +160,6 @@ def _prepare(config: ImageConfig) -> LabelledData:
         problem_type = "single_label" if root else config.problem_type
         labels = read_labels(listed.labels, problem_type, listed.place)
         files = Files(np.array(listed.paths), np.array(listed.parts, np.int64), rows)
-        bad = _find_bad(files, in_full=config.skip_bad_images)
         np.save(into / "paths.npy", files.paths)
         np.save(into / "parts.npy", files.parts)
         np.save(into / "labels.npy", labels.values)
@@ -195,9 +168,9 @@ def _prepare(config: ImageConfig) -> LabelledData:
             "classes": labels.classes,
             "trained": listed.trained,
             "validation": listed.validation,
-            "left_out": sources.by_ending(listed.left_out),
+            "left_out": listed.left_out,
             "identity": listed.identity(labels),
-            "bad": bad,
+            "bad": _find_bad(files),
         }
         (into / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -211,37 +184,31 @@ def _prepare(config: ImageConfig) -> LabelledData:
     return _split(config, Files(load("paths"), load("parts"), rows), labels, facts)
 
 
-def _find_bad(files: Files, *, in_full: bool) -> list[tuple[int, str]]:
+def _find_bad(files: Files) -> list[tuple[int, str]]:
     """(number, reason) of each image that `check` finds bad."""
     count = len(files)
-    how = "reading" if in_full else "looking at"
-    print_main(f"{how} {count:,} images once, to find those that are damaged")
-    work = partial(_bad_of, files=files, in_full=in_full)
-    chunks = [range(first, min(first + 64, count)) for first in range(0, count, 64)]
-    found = parallel_map(work, chunks, None if count > 5000 else 1)
-    bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=None)
-    return [*chain.from_iterable(bar)]
+    print_main(f"reading {count:,} images once, to find those that are damaged")
+    found = parallel_map(partial(_damage, files=files), range(count), None if count > 500 else 1)
+    bar = tqdm(found, "checking", count, unit="image", disable=None)
+    return [(number, reason) for number, reason in enumerate(bar) if reason]
 
 
-def _bad_of(numbers: range, files: Files, *, in_full: bool) -> list[tuple[int, str]]:
-    bad = []
-    for number in numbers:
-        try:
-            check(files[number], in_full=in_full)
-        except BadImage as error:
-            bad.append((number, str(error)))
-    return bad
+def _damage(number: int, files: Files) -> str:
+    """What is wrong with an image; empty if nothing is."""
+    try:
+        check(files[number])
+    except BadImage as error:
+        return str(error)
+    return ""
 
 
 def _split(
     config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]
 ) -> LabelledData:
-    name = label(sources.name_of(config))
     bad = facts["bad"]
     numbers = np.arange(len(files))
     bad_numbers = [number for number, _ in bad]
     good = ~np.isin(numbers, bad_numbers)
-    about_bad = ""
     if bad:
         number, reason = bad[0]
         first = f"{files.where(number)}: {reason}"
@@ -250,7 +217,6 @@ def _split(
             raise ConfigError(f"{first}{others}; --skip_bad_images leaves such images out")
         skipped = f"skipped {len(bad):,} of {len(files):,} images that cannot be read"
         note(f"{skipped}; the first is {first}")
-        about_bad = f"; {len(bad):,} that cannot be read are left out"
     if facts["trained"] is None:
         held_out = labels.hold_out(config.validation_split_percentage)
         how = f"{config.validation_split_percentage:g}% of each class held out"
@@ -259,14 +225,15 @@ def _split(
         how = label(facts["validation"])
     train = numbers[good & ~held_out]
     validation = numbers[good & held_out]
-    # One folder of classes holds no image twice.
-    may_overlap = facts["trained"] is not None or config.train_file
-    if may_overlap and is_main_rank():
+    if is_main_rank():
         _warn_of_overlap(files.paths, train, validation)
-    about = f"{name}: {len(train):,} images of {len(labels.classes)} classes; "
-    about += f"validation: {len(validation):,}, {how}{about_bad}"
-    if facts["left_out"]:
-        about += f"; left out: {facts['left_out']}"
+    about = f"{label(sources.name_of(config))}: {len(train):,} images of "
+    about += f"{len(labels.classes)} classes; validation: {len(validation):,}, {how}"
+    if bad:
+        about += f"; {len(bad):,} that cannot be read are left out"
+    if left_out := facts["left_out"]:
+        others = ", ".join(f"{count:,} {ending}" for ending, count in sorted(left_out.items()))
+        about += f"; left out: {others}"
     if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
 
@@ -283,14 +250,7 @@ def _warn_of_overlap(paths: np.ndarray, train: np.ndarray, validation: np.ndarra
     """Warn of images that are in both training and validation, by path. A link to an image counts
     as another image.
     """
-    whole = cache(os.path.realpath)  # called for folders only: there are fewer folders than images
-
-    def places(numbers: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
-        for path in paths[numbers].tolist():
-            folder, _, name = path.rpartition(b"/")
-            yield whole(folder or b"."), name
-
-    trained = set(places(validation)).intersection(places(train))
-    if both := sum(path in trained for path in places(validation)):
+    trained = set(map(os.path.abspath, paths[train].tolist()))
+    if both := sum(os.path.abspath(path) in trained for path in paths[validation].tolist()):
         what = f"{both:,} of the {len(validation):,} images to validate on"
         note(f"warning: {what} are trained on, too: their accuracy says little")

@@ -36,26 +36,22 @@ class ImageConfig(DataConfig):
     # text such as cat|dog. If not given, single_label; data that look like multi_label are then an
     # error.
     problem_type: Literal["single_label", "multi_label"] | None = None
-    # Decode every image before training, leave out those that cannot be read, and count them. If
-    # not given, headers and ends are looked at before training, and the first bad image is an error
+    # Leave out images that cannot be read, and count them. If not given, they are an error. All
+    # images are read once before training
     skip_bad_images: Free[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any("://" in file for file in (*self.train_file, *self.validation_file)):
-            raise ConfigError(
-                "--train_file: a list names images beside it, so it has to be a local file"
-            )
         if self.train_dir and (self.train_file or self.dataset_name):
             raise ConfigError(
                 "--train_dir and --train_file or --dataset_name both name "
                 "the training data: keep one"
             )
-        if self.validation_dir and not (self.train_dir or self.train_file):
-            raise ConfigError("--validation_dir needs --train_dir or --train_file")
-        if self.validation_dir and self.validation_file:
+        if self.validation_dir and (
+            self.validation_file or not (self.train_dir or self.train_file)
+        ):
             raise ConfigError(
-                "--validation_dir and --validation_file both name what to validate on: keep one"
+                "--validation_dir goes with --train_dir or --train_file, without --validation_file"
             )
         if self.is_multi_label and (
             self.validation_dir or not (self.train_file or self.dataset_name)
@@ -64,13 +60,9 @@ class ImageConfig(DataConfig):
                 "--problem_type multi_label needs the labels of each image: "
                 "a list, or --dataset_name"
             )
-        for flag, folders in {
-            "train_dir": self.train_dir,
-            "validation_dir": filter(None, [self.validation_dir]),
-        }.items():
-            for folder in folders:
-                if not folder.is_dir():
-                    raise ConfigError(f"--{flag} {folder}: no such folder")
+        for folder in filter(None, (*self.train_dir, self.validation_dir)):
+            if not folder.is_dir():
+                raise ConfigError(f"--train_dir or --validation_dir {folder}: no such folder")
 
     @property
     def is_multi_label(self) -> bool:
@@ -107,10 +99,7 @@ class RecipeConfig:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     def describe(self, processor: Any, order: str) -> str:
-        """A line of the summary: size, order and scale of the pixels, and what is on."""
-        on = {name: value for name, value in vars(self).items() if value not in (None, 0, "none")}
+        """A line of the summary: size and order of the pixels, and what is on."""
+        on = [f"{name} {x}" for name, x in vars(self).items() if x not in (None, 0, "none")]
         size = processor.crop_size["height"]
-        values = (processor.image_mean, processor.image_std)
-        mean, deviation = (" ".join(f"{value:.3g}" for value in some) for some in values)
-        pixels = [f"{size} x {size} pixels", order, f"mean {mean}", f"deviation {deviation}"]
-        return ", ".join([*pixels, *(f"{name} {value}" for name, value in on.items())])
+        return ", ".join([f"{size} x {size} pixels", order, *on])

@@ -1,6 +1,5 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
-import os
 from typing import Any
 
 import torch
@@ -36,11 +35,11 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     if name is not None:
         try:
             own = from_hub(AutoImageProcessor, name)
-        except ConfigError:
-            # it is there, but of no use
-            if os.path.exists(os.path.join(name, "preprocessor_config.json")):
-                raise
-            note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
+        except ConfigError as error:
+            note(
+                f"warning: {name} has no image processor that can be used, so ImageNet's mean and "
+                f"deviation are: {error}"
+            )
     mean = list(IMAGENET_DEFAULT_MEAN)
     std = list(IMAGENET_DEFAULT_STD)
     resample = Image.Resampling.BICUBIC
@@ -57,14 +56,11 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         mean = own.image_mean or mean
         std = own.image_std or std
         resample = own.resample if own.resample is not None else resample
-        edges, crop = (
-            {edge: pixels for edge, pixels in dict(given or {}).items() if pixels}
-            for given in (own.size, getattr(own, "crop_size", None))
-        )
+        edges = dict(own.size or {})
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
         if getattr(own, "do_center_crop", None):
-            size = crop.get("height") or resized
+            size = dict(own.crop_size or {}).get("height") or resized
             share = size / int(resized / (own_pct or 1))
         elif own_pct:  # ConvNeXt's, which does not crop from 384 pixels on
             share = own_pct if resized < 384 else 1.0
@@ -74,11 +70,6 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             for key, value in UNLIKE_OURS.items()
             if getattr(own, key, "") is value
         ]
-        unlike += [
-            f"size: {edge}" for edge in (edges, crop) if edge.get("height") != edge.get("width")
-        ]
-        if abs(255 * getattr(own, "rescale_factor", 1 / 255) - 1) > 1e-3:
-            unlike.append(f"rescale_factor: {own.rescale_factor}")
         if unlike:
             note(f"warning: {name} sets {' and '.join(unlike)}, which is not done here")
     size = image_size or size

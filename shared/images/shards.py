@@ -10,7 +10,6 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shared.data.files import find_files
 from shared.data.loader import parallel_map
 from shared.images.decoding import SUFFIXES, Part, read
 from shared.images.options import ImageConfig
-from shared.images.sources import VALIDATION, Listed, by_ending, column_of, count_others
+from shared.images.sources import VALIDATION, Listed, column_of, count_others
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
@@ -32,8 +31,8 @@ def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
         return None
     validation = _tars(config.validation_file, "validation_file")
     if not validation:
-        if other := config.validation_dir or " ".join(config.validation_file):
-            raise ConfigError(f"to validate on {other}: no tar file, but --train_file names some")
+        if config.validation_dir or config.validation_file:
+            raise ConfigError("--train_file names tar files: --validation_file must do so, too")
         names_validation = [file for file in train if is_to_validate(file)]
         if 0 < len(names_validation) < len(train):
             raise ConfigError(
@@ -46,12 +45,8 @@ def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
 def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
     files = find_files(names, flag=flag) if names else []
     tars = [file for file in files if file.suffix.lower() == ".tar"]
-    if tars and len(tars) < len(files):
-        other = next(file for file in files if file not in tars)
-        print_main(
-            f"--{flag}: of {len(files):,} files only the {len(tars):,} tar "
-            f"files are read, not {other}"
-        )
+    if 0 < len(tars) < len(files):
+        print_main(f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read")
     return tars
 
 
@@ -87,16 +82,6 @@ def list_images(train: list[Path], validation: list[Path], config: ImageConfig) 
 # One file -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sample:
-    """The members that have the same name up to its first dot."""
-
-    # (first byte, bytes), by the rest of the name
-    images: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # what members beside them say, the label for one
-    record: dict[str, Any] = field(default_factory=dict)
-
-
 def list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]:
     """The images of a tar file and what is left out.
 
@@ -104,45 +89,38 @@ def list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]
         ([(sample, rest of the name, label, (first byte, bytes))], counts of others by endings).
     """
     listed: list[Any] = []
-    left_out: Counter[str] = Counter()
-    above: set[str] = set()
-    for name, sample in _samples(file, config, left_out).items():
+    samples, left_out = _samples(file, config)
+    for name, (images, record) in samples.items():
         where = f"{file}/{name}"
-        images = sample.images
-        if sample.record or config.label_column:
-            label = sample.record[column_of(sample.record, config, "label", where)]
+        if record or config.label_column:
+            label = record[column_of(record, config, "label", where)]
             if not config.image_column:  # without masks beside the image, such as 1.seg.png
                 images = {
-                    rest: part for rest, part in images.items() if f".{rest}".lower() in SUFFIXES
+                    rest: place for rest, place in images.items() if f".{rest}".lower() in SUFFIXES
                 }
             if len(images) > 1:
                 raise ConfigError(
                     f"{where}: several images ({', '.join(images)}): name one with --image_column"
                 )
-            if not images:
-                left_out["labels without an image"] += 1
         elif "/" in name:
-            *folders, label, _ = name.split("/")
-            above.update(folders)
+            label = name.split("/")[-2]
         else:
             expected = f"neither {name}.cls, {name}.json nor a class folder"
             raise ConfigError(f"{where}: an image without a label: {expected}")
-        listed += [(where, rest, label, part) for rest, part in images.items()]
+        listed += [(where, rest, label, place) for rest, place in images.items()]
     if not listed:
-        held = f"; it holds {by_ending(left_out)}" * bool(left_out)
-        raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)}){held}")
-    if "train" in above and (validation := above.intersection(VALIDATION)):
-        raise ConfigError(
-            f"{file}: holds train/ and {min(validation)}/; pack them apart, "
-            "and add --validation_file"
-        )
+        raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)})")
     return listed, left_out
 
 
-def _samples(file: Path, config: ImageConfig, left_out: Counter[str]) -> dict[str, Sample]:
-    """What a tar file holds, by the names up to their first dot. Other members are counted."""
-    samples: dict[str, Sample] = {}
-    for name, offset, size in _members(file, left_out):
+def _samples(file: Path, config: ImageConfig) -> tuple[dict[str, Any], Counter[str]]:
+    """What a tar file holds: by the names of members up to their first dot ({rest of the name:
+    (first byte, bytes)} of its images, what members beside them say, the label for one); and counts
+    of the others.
+    """
+    samples: dict[str, Any] = {}
+    left_out: Counter[str] = Counter()
+    for name, *place in _members(file, left_out):
         folder, slash, base = name.rpartition("/")
         stem, _, rest = base.partition(".")
         is_record = rest.lower() in ("cls", "json") or rest == config.label_column
@@ -150,17 +128,14 @@ def _samples(file: Path, config: ImageConfig, left_out: Counter[str]) -> dict[st
         if config.image_column:
             is_image = rest == config.image_column
         if not is_record and not is_image:
-            if not config.image_column:
-                left_out.update(count_others([base]))
+            left_out += count_others([base])
             continue
-        sample = samples.setdefault(folder + slash + stem, Sample())
+        images, record = samples.setdefault(folder + slash + stem, ({}, {}))
         if is_record:
-            sample.record |= _record(Part(file, offset, size), rest, f"{file}/{name}")
-        elif rest in sample.images:
-            raise ConfigError(f"{file}/{name}: is there twice")
+            record |= _record(Part(file, *place), rest, f"{file}/{name}")
         else:
-            sample.images[rest] = offset, size
-    return samples
+            images[rest] = place
+    return samples, left_out
 
 
 def _members(file: Path, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from shared.data import records
 from shared.data.files import find_files, walk
@@ -23,24 +22,7 @@ from shared.images.decoding import SUFFIXES, BadImage, Part, Source
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, shown
 from shared.process.files import NOT_REGULAR
-from shared.process.printing import note
 
-# What usually lies beside images.
-SIDE_FILES = (
-    ".cls",
-    ".csv",
-    ".db",
-    ".html",
-    ".ini",
-    ".json",
-    ".jsonl",
-    ".md",
-    ".tsv",
-    ".txt",
-    ".xml",
-    ".yaml",
-    ".yml",
-)
 # names of a validation folder or split; the first one present is used
 VALIDATION = ("val", "validation", "valid")
 COLUMNS = {
@@ -61,6 +43,7 @@ COLUMNS = {
 }
 
 
+@dataclass
 class Files:
     """Images by number. Worker processes share the arrays instead of copying a list.
 
@@ -70,10 +53,9 @@ class Files:
         rows: of a data set, see `open_table`; None: the images are files.
     """
 
-    def __init__(self, paths: np.ndarray, parts: np.ndarray, rows: Any) -> None:
-        self.paths = paths
-        self.parts = parts
-        self.rows = rows
+    paths: np.ndarray
+    parts: np.ndarray
+    rows: Any
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -103,8 +85,7 @@ class Listed:
     places: list[str] = field(default_factory=list)  # of the labels; empty: the paths
     # In tar files: length of the tar file's own path, first byte, bytes.
     parts: list[tuple[int, int, int]] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # of files
-    changed: str = ""  # changes when the images do, as far as paths and sizes do not tell
+    sizes: list[int] = field(default_factory=list)  # of files or members, in bytes
     trained: int | None = None  # images to train on; None: not split yet
     validation: str = ""  # where the others are from, for people
     left_out: Counter[str] = field(default_factory=Counter)  # other files, by their endings
@@ -117,13 +98,6 @@ class Listed:
     def place(self, number: int) -> str:
         """Where the label of an image is."""
         return self.places[number] if self.places else os.fsdecode(self.paths[number])
-
-    def digest(self) -> str:
-        """Changes when an image, a label or a name does. Sizes and times stand for contents."""
-        text = f"{self.trained} {self.validation} {self.changed} {self.sizes} {self.labels}"
-        digest = hashlib.sha256(text.encode(errors="surrogateescape"))
-        digest.update(b"\0".join(self.paths))
-        return digest.hexdigest()
 
     def identity(self, labels: Labels) -> str:
         """Changes when what the model learns from does, wherever it is. Sizes stand for
@@ -144,8 +118,9 @@ def name_of(config: ImageConfig) -> str:
     return " ".join(named) if len(named) < 4 else f"{named[0]} and {len(named) - 1:,} more"
 
 
-def list_images(config: ImageConfig, root: Path | None) -> Listed:
-    """The images in class folders or in a list. Those to validate on may be named in the other way.
+def list_files(config: ImageConfig, root: Path | None) -> tuple[Listed, str]:
+    """(the images in class folders or in a list, a digest that changes when one of them or a label
+    does). Those to validate on may be named in the other way.
 
     Args:
         root: with class folders, or with such folders in train/ and val/.
@@ -168,28 +143,17 @@ def list_images(config: ImageConfig, root: Path | None) -> Listed:
     chunks = [listed.paths[at : at + 10_000] for at in range(0, len(listed.paths), 10_000)]
     sizes_and_times = np.concatenate([*parallel_map(_look, chunks, None if len(chunks) > 4 else 1)])
     listed.sizes = sizes_and_times[:, 0].tolist()
-    listed.changed = hashlib.sha256(sizes_and_times.tobytes()).hexdigest()
-    return listed
+    text = f"{listed.trained} {listed.validation} {listed.labels}"
+    digest = hashlib.sha256(text.encode(errors="surrogateescape"))
+    digest.update(b"\0".join(listed.paths))
+    digest.update(sizes_and_times.tobytes())
+    return listed, digest.hexdigest()
 
 
 def count_others(names: Iterable[str]) -> Counter[str]:
-    """Count the files that are neither images nor what usually lies beside images, by their
-    endings.
-    """
-    return Counter(
-        os.path.splitext(name)[1].lower()
-        for name in names
-        if not name.lower().endswith((*SUFFIXES, *SIDE_FILES))
-    )
-
-
-def by_ending(counts: Counter[str]) -> str:
-    """Such as "12 .heic, 6 without an ending"."""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    parts = [f"{count:,} {shown(ending) or 'without an ending'}" for ending, count in ranked[:4]]
-    if rest := sum(count for _, count in ranked[4:]):
-        parts.append(f"{rest:,} with other endings")
-    return ", ".join(parts)
+    """Count the files that are no images, by their endings."""
+    others = (name for name in names if not name.lower().endswith(SUFFIXES))
+    return Counter(shown(os.path.splitext(name)[1].lower()) or "no ending" for name in others)
 
 
 def _look(paths: list[bytes]) -> np.ndarray:
@@ -219,24 +183,17 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
     train = root
     validation = config.validation_dir
     inside = {path.name for path in _folders(root)}
+    held_out = next((name for name in VALIDATION if name in inside), None)
     others = inside - {"train", "test", *VALIDATION}
-    if others and "train" in inside and inside & set(VALIDATION):
-        raise ConfigError(
-            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; name those "
-            "that count: --train_dir "
-            f"{root / 'train'} --validation_dir {root / min(inside & set(VALIDATION))}"
-        )
     if "train" in inside and not others:
         train = root / "train"
-        if "test" in inside:
-            note(
-                f"{root / 'test'} is not looked at: it is for `evaluate`, or "
-                "give it as --validation_dir"
-            )
-        if not config.validation_file:
-            validation = validation or next(
-                (root / name for name in VALIDATION if name in inside), None
-            )
+        if held_out and not config.validation_file:
+            validation = validation or root / held_out
+    elif "train" in inside and held_out:
+        raise ConfigError(
+            f"{root}: holds train/ and {held_out}/, but {min(others)}/ too: name those that count "
+            "with --train_dir and --validation_dir"
+        )
     if validation is not None and train.resolve() in validation.resolve().parents:
         raise ConfigError(
             f"{validation}: lies within {train}, whose folders are all trained on: move it out"
@@ -245,37 +202,28 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
 
 
 def _folders(root: Path) -> list[Path]:
-    try:
-        return sorted(
-            path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
-        )
-    except OSError as error:
-        raise ConfigError(f"{root}: {error.strerror}") from None
+    return sorted(path for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def _add_class_folders(listed: Listed, root: Path, *, training: bool) -> None:
     """Add `root/<class>/**/<image>`, sorted. Files without an image's suffix are counted."""
     classes = _folders(root)
     if not classes:
-        tar = "; --train_file takes tar files" * any(root.glob("*.tar"))
-        raise ConfigError(f"{root}: no class folders in it; expected {root}/<class>/<image>{tar}")
+        raise ConfigError(
+            f"{root}: no class folders in it; expected {root}/<class>/<image>, or tar files as "
+            "--train_file"
+        )
     for folder in classes:
-        images: list[bytes] = []
-        others: Counter[str] = Counter()
-        for place, files in walk(folder):
-            images += [
-                os.fsencode(f"{place}/{name}") for name in files if name.lower().endswith(SUFFIXES)
-            ]
-            others += count_others(files)
+        files = [f"{place}/{name}" for place, names in walk(folder) for name in names]
+        images = sorted(os.fsencode(file) for file in files if file.lower().endswith(SUFFIXES))
         if not images and training:
-            held = f"; it holds {by_ending(others)}" * bool(others)
             raise ConfigError(
-                f"{folder}: a class folder without an image "
-                f"({', '.join(SUFFIXES)}){held}: fill or remove it"
+                f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or "
+                "remove it"
             )
-        listed.left_out.update(others)
+        listed.left_out += count_others(files)
         listed.labels += [folder.name] * len(images)
-        listed.paths += sorted(images)
+        listed.paths += images
 
 
 # Lists --------------------------------------------------------------------------------------------
@@ -332,9 +280,8 @@ def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
             )
     column = column_of(splits[first].features, config, "image", name)
     holds = splits[first].features[column]
-    content = holds.get("bytes") if isinstance(holds, dict) else holds  # as pandas writes images
-    is_bytes = getattr(content, "dtype", "") in ("binary", "large_binary")
-    if not isinstance(holds, datasets.Image) and not is_bytes:
+    # binary: as pandas writes images
+    if not isinstance(holds, datasets.Image) and "binary" not in str(holds):
         raise ConfigError(f"--dataset_name {name}: the column {column!r} holds no images")
     undecoded = datasets.Image(decode=False)
     named = {split: splits[split] for split in chosen}
@@ -346,44 +293,22 @@ def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
 
 def list_rows(config: ImageConfig, splits: dict[str, Any]) -> Listed:
     """The images of `open_table`."""
+    import datasets
+
     (name,) = config.dataset_name
     listed = Listed()
     for split, rows in splits.items():
         if listed.paths:
             listed.begin_validation(f"split {split}")
         column = column_of(rows.features, config, "label", name)
-        feature = rows.features[column]
-        # of a class, or of a list of classes
-        names = getattr(getattr(feature, "feature", feature), "names", None)
+        of = rows.features[column]
+        of = getattr(of, "feature", of)  # of a list
         for row, value in enumerate(rows[column]):
             where = f"{name}:{split}: row {row}"
             # -1: test sets without labels
             if value is None or -1 in (value if isinstance(value, list) else [value]):
                 raise ConfigError(f"{where}: the label is {value}, expected a class")
-            if names:
-                value = (
-                    [names[number] for number in value] if isinstance(value, list) else names[value]
-                )
+            named = isinstance(of, datasets.ClassLabel)
             listed.paths.append(where.encode())
-            listed.labels.append(value)
-        listed.changed += rows._fingerprint
+            listed.labels.append(of.int2str(value) if named else value)
     return listed
-
-
-# The embedded default -----------------------------------------------------------------------------
-
-
-def write_digits(folder: Path) -> None:
-    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels,
-    16 shades of grey.
-
-    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-    Repository, 1998.
-    """
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
-        file = folder / str(label) / f"{number:04d}.png"
-        file.parent.mkdir(exist_ok=True)
-        Image.fromarray((pixels * 255 / 16).astype(np.uint8)).save(file)

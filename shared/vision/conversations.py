@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,7 @@ from shared.text.packing import collate_padded
 from shared.vision.forms import in_parts, take_images
 from shared.vision.options import VisionConfig
 from shared.vision.pictures import Picture, find, open_picture, shrunk
-from shared.vision.processing import SMALL, ImageProcessor
+from shared.vision.processing import ImageProcessor
 from shared.vision.prompts import PromptImages
 
 
@@ -35,6 +34,7 @@ class ImageEncoder(Encoder):
 
     Attributes:
         sizes: width and height of each image of the next conversation.
+        where: its place.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str, processor: ImageProcessor) -> None:
@@ -46,15 +46,14 @@ class ImageEncoder(Encoder):
             )
         self.processor = processor
         self.sizes: list[tuple[int, int]] = []
+        self.where = ""
         self._mark = re.compile(f"{IMAGE}|{re.escape(processor.mark)}")
 
     def __call__(
         self, example: Example, where: str, notes: Notes | None = None
     ) -> tuple[list[int], np.ndarray]:
-        try:
-            ids, learned = super().__call__(example, where, notes)
-        except _OtherCount as error:
-            raise ConfigError(f"{where}: {error}") from None
+        self.where = where
+        ids, learned = super().__call__(example, where, notes)
         around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
 
@@ -70,38 +69,21 @@ class ImageEncoder(Encoder):
         """
         marks = [mark.span() for mark in self._mark.finditer(text)]
         if len(marks) != len(self.sizes):
-            raise _OtherCount(
-                f"has {len(self.sizes)} image(s), but {len(marks)} mark(s) {self.processor.mark} "
-                "in what the chat template writes: it may not take images there, or a text has "
-                "the mark in it"
+            raise ConfigError(
+                f"{self.where}: has {len(self.sizes)} image(s), but {len(marks)} mark(s) "
+                f"{self.processor.mark} in what the chat template writes: it may not take images "
+                "there, or a text has the mark in it"
             )
-        pieces = []
-        starts = [0]  # of each mark, and of its tokens
-        ends = [0]
-        grown = [0]  # characters, up to the end of each image
-        last = 0
         of_images = self.processor.tokens_of(tuple(self.sizes)) if marks else []
-        for (start, stop), tokens in zip(marks, of_images, strict=True):
-            pieces += [text[last:start], tokens]
-            starts.append(start)
-            ends.append(start + grown[-1] + len(tokens))
-            grown.append(grown[-1] + len(tokens) - (stop - start))
-            last = stop
-        shift = np.array(grown)
-        olds = np.array([stop for _, stop in marks])
-        shifted = [
-            (first + int(shift[np.searchsorted(olds, first, side="right")]),
-             stop + int(shift[np.searchsorted(olds, stop, side="right")]))
-            for first, stop in spans
-        ]  # fmt: skip
-        ids, inside, places = super()._tokens("".join([*pieces, text[last:]]), shifted)
-        before = np.searchsorted(np.array(ends[1:]), places, side="right")  # images, wholly
-        following = np.array([*starts[1:], len(text)])[before]
-        return ids, inside, np.minimum(places - shift[before], following)
-
-
-class _OtherCount(ValueError):
-    pass
+        tokens = iter(of_images)
+        longer = self._mark.sub(lambda _: next(tokens), text)
+        new = np.arange(len(text) + 1)  # where each place of `text` is in `longer`
+        for (start, stop), of_image in zip(marks, of_images, strict=True):
+            new[stop:] += len(of_image) - (stop - start)
+            new[start + 1 : stop] = new[stop]
+        moved = [(int(new[first]), int(new[stop])) for first, stop in spans]
+        ids, inside, places = super()._tokens(longer, moved)
+        return ids, inside, np.searchsorted(new, places, side="right") - 1
 
 
 class ToImageSamples(ToSamples):
@@ -122,16 +104,6 @@ class ToImageSamples(ToSamples):
         self.processor = processor
         self.vision = vision
         self.pictures: list[list[Picture]] = []  # of the samples of this batch
-        if len(self.stand_in) > config.seq_length:
-            raise ConfigError(
-                f"--seq_length {config.seq_length}: a single image of {SMALL[0]} x {SMALL[1]} "
-                f"pixels takes {len(self.stand_in)} tokens"
-            )
-
-    @cached_property
-    def stand_in(self) -> np.ndarray:
-        """[tokens] int64 of one small image."""
-        return np.array(self.processor.ids_of((SMALL,))[0])
 
     def identity(self) -> Any:
         vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
@@ -189,7 +161,6 @@ class ToImageSamples(ToSamples):
             own_template=self.encoder.has_own_template,
             processor=self.processor,
             max_pixels=self.vision.image_max_pixels,
-            stand_in=self.stand_in,
         )
 
 
@@ -199,7 +170,6 @@ class ImageConversations(Conversations):
     Args:
         processor: makes what the model gets.
         max_pixels: pixels of an image, see `VisionConfig`.
-        stand_in: [tokens], of one small image.
     """
 
     workers = 2  # decoding and resizing take longer than a step of a small model
@@ -210,13 +180,11 @@ class ImageConversations(Conversations):
         *arguments: Any,
         processor: ImageProcessor,
         max_pixels: int | None,
-        stand_in: np.ndarray,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self.processor = processor
         self.max_pixels = max_pixels
-        self.stand_in = stand_in
 
     def first_ids(self, count: int = 100_000) -> np.ndarray:
         """As of `Conversations`, without tokens of images, whose embeddings are never used."""
@@ -227,18 +195,8 @@ class ImageConversations(Conversations):
         return [Picture(*picture) for picture in self.line("pictures", index)]
 
     def images(self, pictures: list[Picture]) -> list[Any]:
-        """Images as `open_picture` gives them.
-
-        Raises:
-            ConfigError: one cannot be read.
-        """
-        images = []
-        for picture in pictures:
-            try:
-                images.append(open_picture(picture, self.max_pixels))
-            except BadImage as error:
-                raise ConfigError(f"{picture.path}: {error}") from None
-        return images
+        """Images as `open_picture` gives them."""
+        return [open_picture(picture, self.max_pixels) for picture in pictures]
 
     def prompt_images(self, index: int) -> list[Picture]:
         """Those that stand before the last learned turn."""
@@ -260,9 +218,9 @@ class ImageConversations(Conversations):
         the vision tower would wait for those that do not.
         """
         if not any(row["images"] for row in rows):
-            no_targets = np.full(len(self.stand_in), IGNORED)
+            ids = self.processor.stand_in
             blank = [self.processor.blank()]
-            row = {"input_ids": self.stand_in, "labels": no_targets, "images": blank}
+            row = {"input_ids": ids, "labels": np.full(len(ids), IGNORED), "images": blank}
             rows = [*rows, row]
         batch = collate_padded(rows, **padding)
         return batch | self.inputs(batch["input_ids"], [row["images"] for row in rows])

@@ -5,17 +5,16 @@ The images are scikit-learn's handwritten digits.
 """
 
 import json
-import shutil
-import tempfile
-from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from shared import demo
+from shared.config import parse as configs
+from shared.data import prepared
+from shared.images.digits import write_digits
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.process.printing import quieten_imports
@@ -44,58 +43,38 @@ def of_digits(config: Any) -> Any:
     """
     if not config.data.is_demo:
         raise ConfigError("--demo_images has a model and data of its own: name no other data")
-    folder = cache_dir() / "demo-digits-1"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent))
-        write_digits(temporary)
-        write_model(temporary / "model")
-        try:
-            temporary.rename(folder)
-        except OSError:  # another rank was faster
-            shutil.rmtree(temporary)
-    data = replace(
-        config.data,
+    folder = prepared.keep(cache_dir() / "demo-digits-2", write_demo)
+    return configs.replace(
+        config,
+        model_name_or_path=str(folder / "model"),
         train_file=(str(folder / "train.jsonl"),),
         validation_file=(str(folder / "validation.jsonl"),),
         seq_length=64,
-    )
-    batch = replace(
-        config.batch,
         global_batch_size=config.batch.global_batch_size or 32,
         per_device_train_batch_size=16,
         max_steps=config.batch.max_steps or STEPS,
-    )
-    return replace(
-        config,
-        model_name_or_path=str(folder / "model"),
-        data=data,
-        batch=batch,
-        optim=replace(config.optim, learning_rate=config.optim.learning_rate or 1e-3),
-        vision=replace(config.vision, train_vision="all", vision_lr_scale=1.0),
+        learning_rate=config.optim.learning_rate or 1e-3,
+        train_vision="all",
+        vision_lr_scale=1.0,
         eval_answers=config.eval_answers or 64,
         num_generations=2,
         max_new_tokens=4,
     )
 
 
-def write_digits(folder: Path) -> None:
-    """Write train.jsonl, validation.jsonl and the images that they name."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+def write_demo(folder: Path) -> None:
+    """Write model/, train.jsonl, validation.jsonl and the images that they name."""
+    write_model(folder / "model")
+    write_digits(folder / "images")
     lines = []
-    (folder / "images").mkdir()
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        image = Image.fromarray((pixels * 255 / 16).astype(np.uint8))
-        image.resize((SIZE, SIZE)).save(folder / "images" / f"{number}.png")
+    for file in sorted(folder.glob("images/*/*.png"), key=attrgetter("name")):
         asked = [
-            {"type": "image", "path": f"images/{number}.png"},
+            {"type": "image", "path": str(file.relative_to(folder))},
             {"type": "text", "text": "Which digit is this?"},
         ]
         turns = [
             {"role": "user", "content": asked},
-            {"role": "assistant", "content": NAMES[label]},
+            {"role": "assistant", "content": NAMES[int(file.parent.name)]},
         ]
         lines.append(json.dumps({"messages": turns}) + "\n")
     (folder / "train.jsonl").write_text("".join(lines[:-HELD_OUT]))

@@ -1,5 +1,6 @@
 """Where records of conversations have images, and what names each."""
 
+import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -97,8 +98,8 @@ def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split(IMAGE)):
-        parts += [{"type": "image"}] * bool(number)
-        parts += [{"type": "text", "text": text}] * bool(text)
-    return parts
+    return [
+        {"type": "image"} if piece == IMAGE else {"type": "text", "text": piece}
+        for piece in re.split(f"({IMAGE})", content)
+        if piece
+    ]

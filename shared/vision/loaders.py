@@ -1,5 +1,6 @@
 """Conversations of a template that also takes images."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from shared.vision.forms import COLUMNS, has_images
 def read_conversations(
     config: Any, tokenizer: Any, *, demo_samples: int
 ) -> tuple[chat.Conversations, chat.Conversations]:
-    """As `text.loaders.read_conversations`, with images if one of the first records of a source has
-    any. Every rank calls this.
+    """As `text.loaders.read_conversations`, with images if one of the first records of a source to
+    train on has any. Every rank calls this.
 
     Args:
         config: a template's, with `data`, `vision` and `model_name_or_path`.
@@ -37,6 +38,6 @@ def see_images(options: ChatConfig) -> bool:
     """Whether images are learned. Every rank calls this."""
     if options.is_demo or set(COLUMNS) & set(options.allow_unused_columns):
         return False
-    opened = [records.open_sources(of, demo=chat.DEMO) for of in options.sources().values()]
-    sources = [source for pair in opened for source in pair if source]
+    trained = [replace(of, validation_file=()) for of in options.sources().values()]
+    sources = [records.open_sources(of, demo=chat.DEMO)[0] for of in trained]
     return on_main(lambda: any(has_images(source.read()) for source in sources))

@@ -1,13 +1,12 @@
 """The images that conversations name: found, checked, kept as files, and decoded."""
 
 import base64
-import binascii
 import hashlib
 import math
+import os
 import re
 import zlib
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -15,7 +14,7 @@ from PIL import Image
 from shared.data.files import is_url
 from shared.data.remote import read_once
 from shared.images.decoding import BadImage, check, decode, read, size_of
-from shared.process.errors import ConfigError
+from shared.process.errors import ConfigError, first_line
 from shared.process.files import cache_dir
 from shared.process.printing import label
 from shared.vision.options import VisionConfig
@@ -50,10 +49,10 @@ def find(reference: Any, where: str, config: VisionConfig) -> Picture:
     """
     try:
         path = _path_of(reference, where, config)
-        check(path, in_full=config.skip_bad_images)
-        digest = zlib.crc32(read(path, 0, 2**16)) ^ path.stat().st_size
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from None
+        check(path)
+        digest = zlib.crc32(read(path)[: 2**16]) ^ path.stat().st_size
+    except (OSError, ValueError) as error:  # and of base64
+        raise BadImage(first_line(error)) from None
     return Picture(str(path), *size_of(path), digest)
 
 
@@ -63,19 +62,12 @@ def _path_of(reference: Any, where: str, config: VisionConfig) -> Path:
             (reference[key] for key in ("bytes", "path", "url") if reference.get(key)), None
         )
     if isinstance(reference, str) and (prefix := DATA.match(reference)):
-        try:
-            reference = base64.b64decode(reference[prefix.end() :], validate=True)
-        except binascii.Error as error:
-            raise BadImage(f"a data: URL that is not valid base64 ({error})") from None
+        reference = base64.b64decode(reference[prefix.end() :], validate=True)
     if isinstance(reference, str) and is_url(reference):
-        if not reference.startswith(("http://", "https://")):
+        if not config.fetch_images or not reference.startswith(("http://", "https://")):
             raise ConfigError(
-                f"{where}: the image {label(reference)} is neither a path nor an http URL"
-            )
-        if not config.fetch_images:
-            raise ConfigError(
-                f"{where}: the image {label(reference)} is on a server: add --fetch_images to "
-                "download it"
+                f"{where}: the image {label(reference)} is not a local file; --fetch_images "
+                "downloads http and https URLs"
             )
         try:
             reference = read_once(reference, MOST)
@@ -111,10 +103,9 @@ def _kept(content: bytes) -> Path:
     path = cache_dir() / "pictures" / name[:2] / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # several processes may write the same
-        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}")  # several processes may write the same
+        temporary.write_bytes(content)
+        temporary.replace(path)
     return path
 
 
@@ -130,13 +121,17 @@ def open_picture(picture: Picture, max_pixels: int | None) -> Image.Image:
     """The image in RGB, upright, shrunk to at most so many pixels.
 
     Raises:
-        BadImage: it cannot be read, or has another size than before.
+        ConfigError: it cannot be read, or has another size than before.
     """
-    image = decode(Path(picture.path))
+    try:
+        image = decode(Path(picture.path))
+    except BadImage as error:
+        raise ConfigError(f"{picture.path}: {error}") from None
     if image.size != (picture.width, picture.height):
-        raise BadImage(
-            f"it is {image.width} x {image.height} pixels now, and was {picture.width} x "
-            f"{picture.height} when the data were prepared: touch the data file to prepare it anew"
+        raise ConfigError(
+            f"{picture.path}: it is {image.width} x {image.height} pixels now, and was "
+            f"{picture.width} x {picture.height} when the data were prepared: touch the data file "
+            "to prepare it anew"
         )
     size = shrunk(*image.size, max_pixels)
     return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

@@ -40,7 +40,12 @@ class ImageProcessor:
             )
         try:
             self.inputs([[self.blank()]])
-            self._require_known_types()
+            # the name of the input that says which tokens are of images, if the model needs one
+            encoded = self.processor(images=[[self.blank()]], text=[self.mark])
+            self.of_tokens = next((name for name in OF_TEXT[2:] if name in encoded), None)
+            types = self.types(np.array(encoded["input_ids"]))
+            if any(values.tolist() != encoded[name] for name, values in types.items()):
+                raise ValueError(f"it gives {self.of_tokens} another meaning")  # as PaliGemma's
         except Exception as error:  # processors raise nearly anything
             raise ConfigError(
                 f"{name}: images cannot be trained through {type(self.processor).__name__} "
@@ -50,16 +55,9 @@ class ImageProcessor:
     def blank(self, size: tuple[int, int] = SMALL) -> Image.Image:
         return Image.new("RGB", size)
 
-    def _require_known_types(self) -> None:
-        """Refuse a processor whose types of tokens mean something else, as PaliGemma's do."""
-        encoded = self.processor(images=[[self.blank()]], text=[self.mark])
-        types = self.types(np.array(encoded["input_ids"]))
-        if any(values.tolist() != encoded[name] for name, values in types.items()):
-            raise ValueError(f"it gives {', '.join(types)} another meaning")
-
     def identity(self) -> Any:
         """JSON-like: changes when the tokens of an image do."""
-        return [type(self.processor).__name__, self.processor.to_dict(), self.tokens_of((SMALL,))]
+        return [type(self.processor).__name__, self.processor.to_dict()]
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def tokens_of(self, sizes: tuple[tuple[int, int], ...]) -> list[str]:
@@ -99,12 +97,9 @@ class ImageProcessor:
         return [token for token in self.processor.image_token_ids if token is not None]
 
     @cached_property
-    def of_tokens(self) -> str | None:
-        """The name of the input that says which tokens are of images; None if the model needs
-        none.
-        """
-        encoded = self.processor(images=[[self.blank()]], text=[self.mark])
-        return next((name for name in OF_TEXT[2:] if name in encoded), None)
+    def stand_in(self) -> np.ndarray:
+        """[tokens] int64 of one small image."""
+        return np.array(self.ids_of((SMALL,))[0])
 
     def types(self, input_ids: np.ndarray) -> dict[str, torch.Tensor]:
         """Which of the tokens are of images, [batch, seq] int64, if the model asks for that."""

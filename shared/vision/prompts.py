@@ -1,6 +1,5 @@
 """Images of validation prompts: what a model gets beside the tokens, and what people see."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shared.images.tiles import draw_tiles
 from shared.process.redaction import redact
 
 
@@ -41,24 +41,16 @@ class PromptImages:
         return {name.removeprefix("image."): value.to(device) for name, value in inputs.items()}
 
     def draw(self, file: Path, rows: list[dict[str, Any]]) -> bool:
-        """Draw the first image of each row of answers above prompt, reference and answer. Returns
-        whether there is any.
+        """Draw the first image of each row of answers below reference and answer. Returns whether
+        there is any.
         """
-        from matplotlib.figure import Figure
-
-        shown = [(n, row) for n, row in enumerate(rows) if self.pictures[n]][:12]
-        if not shown:
-            return False
-        across = min(4, len(shown))
-        down = math.ceil(len(shown) / across)
-        figure = Figure(figsize=(3.2 * across, 4.4 * down), layout="constrained")
-        for place, (number, row) in enumerate(shown, 1):
-            image = self.samples.images(self.pictures[number][:1])[0]
-            image.thumbnail((320, 320))
-            axes = figure.add_subplot(down, across, place, xticks=[], yticks=[])
-            axes.imshow(image)
-            texts = (f"reference: {row['reference']}", f"step {row['step']}: {row['answer']}")
-            lines = [fill(redact(text)[:160], 36).replace("$", r"\$") for text in texts]
-            axes.set_xlabel("\n".join(lines), fontsize=8, loc="left")
-        figure.savefig(file, dpi=110)
-        return True
+        tiles = []
+        for number, row in enumerate(rows):
+            if self.pictures[number]:
+                (image,) = self.samples.images(self.pictures[number][:1])
+                texts = (f"reference: {row['reference']}", f"step {row['step']}: {row['answer']}")
+                lines = [fill(redact(text)[:160], 36).replace("$", r"\$") for text in texts]
+                tiles.append((image, "\n".join(lines)))
+        if tiles:
+            draw_tiles(file, "", tiles[:12])
+        return bool(tiles)

@@ -25,6 +25,7 @@ from shared.data import prepared, remote, store
 from shared.data.loader import Share
 from shared.data.records import Cursor, open_sources
 from shared.data.store import prepare_sources
+from shared.images.files import prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
@@ -343,8 +344,8 @@ def test_what_a_server_does_not_say_is_not_guessed(server):
 
 def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
     """Neither a list of images, nor URLs in the records of a file."""
-    with pytest.raises(ConfigError, match="a list names images beside it, so it has to be a local file"):
-        ImageConfig(train_file=(f"{server.root}/list.csv",))
+    with pytest.raises(ConfigError, match="no such file"):
+        prepare(ImageConfig(train_file=(f"{server.root}/list.csv",)))
     (tmp_path / "list.txt").write_text(f"{server.root}/a.jsonl\n" * 50)
     (tmp_path / "list.jsonl").write_text(json.dumps({"text": f"{server.root}/a.jsonl"}) + "\n")
     assert len(read(str(tmp_path / "list.txt"), str(tmp_path / "list.jsonl"))) == 2

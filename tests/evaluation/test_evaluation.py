@@ -17,7 +17,6 @@ from sklearn import metrics
 
 from shared.data.labels import Labels
 from shared.data.order import IGNORED
-from shared.evaluation import evaluation
 from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
@@ -141,7 +140,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
 
 def test_the_most_confident_mistake_comes_first():
     predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
-    assert [sample for sample, _ in predictions.mistakes] == [2, 4, 1, 3]
+    assert predictions.worst.tolist() == [2, 4, 1, 3]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -211,8 +210,7 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
             assert len(np.unique(np.asarray(image.convert("L")))) > 5
 
 
-def test_without_mistakes_there_is_no_page_and_a_stale_one_goes(run_dir, pictures):
-    (run_dir / "mistakes.png").write_bytes(b"of the evaluation before")
+def test_without_mistakes_there_is_no_page(run_dir, pictures):
     predictions = made([0, 1, 1], [0, 1, 1], "ab")
     assert predictions.write(run_dir, pictures(3)) == [run_dir / "confusion_matrix.png"]
     assert not (run_dir / "mistakes.png").exists()
@@ -259,41 +257,15 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     assert len(made([0, 1, 2, 3], [1, 2, 3, 0], classes).write(run_dir, pictures(4))) == 2
 
 
-def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, capsys):
-    class Gone:
-        def __getitem__(self, index):
-            return tmp_path / "none.png"
-
-        def where(self, index):
-            return "none.png"
-
-    images = Images([Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int)))
-    assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
-    said = capsys.readouterr().err
-    assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
-    assert (run_dir / "evaluation.json").exists()
-    assert evaluation.SHOWN == 32
-
-
-def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
-    class Record:
-        def shown(self, number):
-            return {"where": "a.csv:2", "label": "old", "id": 7}
-
-    line = evaluation.record_of(Record(), 0, row_of(made([0], [1], "ab").columns, 0))
-    assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
-
-
-def test_numbers_that_hardly_vary_are_told():
-    labels, noise = np.array([10.0, 20.0, 42.0]), np.array([0.0, 3e-6, 1e-6])
-    constant = of_numbers(np.stack([labels, 5.4675 + noise], axis=1), "texts")
+def test_numbers_that_do_not_vary_have_no_correlation():
+    labels = np.array([10.0, 20.0, 42.0])
+    constant = of_numbers(np.stack([labels, np.full(3, 5.4675)], axis=1), "texts")
     assert constant.summary == {
         "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
         "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
         "eval_pearson": 0.0,
         "eval_spearman": 0.0,
     }
-    assert constant.headline.endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
     good = of_numbers(np.stack([labels, labels + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
     assert row_of(good.columns, 1) == {"label": 20.0, "predicted": 21.0}

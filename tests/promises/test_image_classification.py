@@ -307,7 +307,8 @@ def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     flags = (*flags, "--metric_for_best_model", "loss")
     folder = tmp_path / "run"
     done = run_here_and_read(folder, flags)
-    evaluations = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
+    # the one before training is never the best
+    evaluations = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row and row["step"]}
     ends = run_here_and_read(tmp_path / "ends", (*flags, "--metric_for_best_model", "none", "--early_stopping_patience", 0))
     assert not torch.equal(ends.weights()["classifier.weight"], done.weights()["classifier.weight"])
     best = min(evaluations, key=evaluations.get)
@@ -335,7 +336,7 @@ def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp
     flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--eval_steps", 1, "--max_steps", 24)
     flags = (*flags, "--learning_rate", 0.01, "--save_steps", 8)
     done = run_here_and_read(tmp_path / "run", flags)
-    evaluations = {row["step"]: (row["eval_accuracy"], -row["eval_loss"]) for row in done.rows if "eval_loss" in row}
+    evaluations = {r["step"]: (r["eval_accuracy"], -r["eval_loss"]) for r in done.rows if "eval_loss" in r and r["step"]}
     best = max(evaluations, key=evaluations.get)
     equals = [step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]]
     assert min(equals) < best
@@ -378,7 +379,7 @@ def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_fol
     ("flags", "message"),
     [
         (("--per_device_train_batch_size", "1"), "choose an even number"),
-        (("--global_batch_size", "64", "--per_device_train_batch_size", "64"), "53 training images are fewer"),
+        (("--global_batch_size", "64", "--per_device_train_batch_size", "64"), "53 training samples are fewer"),
         (("--config_overrides", "depth=[1]"), "depths"),
         (("--freeze_backbone",), "--model_name_or_path"),
         (("--gradient_checkpointing", "full"), "does not support --gradient_checkpointing"),

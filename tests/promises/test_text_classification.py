@@ -316,7 +316,7 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
         (
             [{"text": "a", "label": n % 2} for n in range(4)],
             ("--global_batch_size", 16),
-            "2 training texts are fewer than one --global_batch_size",
+            "2 training samples are fewer than one --global_batch_size",
         ),
         (
             [{"text": "a", "label": n % 2} for n in range(40)],

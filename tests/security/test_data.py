@@ -191,7 +191,7 @@ def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path, kind
     image = make(tmp_path / "images" / "b" / "x.png")
     paint(tmp_path / "images" / "a" / "x.png", 0, 0, (16, 16))
     with pytest.raises(ConfigError, match=f"^{image}: not a regular file"):
-        sources.list_images(ImageConfig(), tmp_path / "images")
+        sources.list_files(ImageConfig(), tmp_path / "images")
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     for name in ("config.json", "chat_template.jinja"):
         (model / name).unlink(missing_ok=True)
