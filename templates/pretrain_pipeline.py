@@ -46,14 +46,13 @@ DEMO_STEPS = 80  # about two minutes on two CPU cores
 class Config:
     """Pretrain a causal language model as a pipeline."""
 
-    seq_length: Count = 256  # Tokens of one sequence
+    seq_length: Count = 256  # Tokens of a sequence
     max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"
-    # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more
-    # communication
+    # Stages on each rank; more than 1 are interleaved: less idle time, more communication
     stages_per_rank: Free[Count] = 1
-    # Neighbouring processes that hold one model; it divides those launched
+    # Neighbouring processes that share one model; must divide the number of processes
     pipeline_ranks: Free[Annotated[int, within(at_least=2)]] = 2
 
     model: ModelConfig = ModelConfig(model_preset="3M")
