@@ -6,14 +6,14 @@ r"""Let a causal language model learn from rewards for its own answers: GRPO and
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/grpo.py --full \
         --model_name_or_path ...
 
-Each step samples answers to some prompts, rewards them by `rewards` below, and makes those more
-likely that did better than others to the same prompt. GRPO: Shao et al., arXiv 2402.03300.
-Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Other than there:
+Each step samples answers to some prompts and rewards them by `rewards` below. Answers that did
+better than others to the same prompt become more likely. GRPO: Shao et al., arXiv 2402.03300.
+Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Choices made here:
 
 - Groups whose rewards are all equal teach nothing and are left out, not sampled again as in DAPO.
 - There is no KL penalty by default, as in Dr. GRPO and DAPO.
 - Answers are sampled at temperature 1, from the distribution that is trained.
-- An answer that --max_new_tokens cut gets the reward of what is there.
+- An answer that --max_new_tokens cut is rewarded for what is there.
 """
 
 import re
@@ -60,7 +60,8 @@ class Config:
     scale_rewards: bool = True
     updates_per_rollout: Count = 1  # Optimizer steps on the same answers
     epsilon_low: Positive = 0.2  # From two updates on, clip probability ratios at 1 - epsilon_low
-    epsilon_high: Positive = 0.28  # ... and at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
+    # From two updates on, clip them at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
+    epsilon_high: Positive = 0.28
     # Validation prompts whose answers are printed before training and at its end
     num_generations: Free[CountOrZero] = 2
     # Validation prompts to answer and score at each evaluation, without sampling

@@ -19,7 +19,7 @@ class DataConfig:
     # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file
     # is one text
     train_file: Free[tuple[str, ...]] = ()
-    # The same, to validate on; if not given, part of the training data is held out
+    # Validation data, given like train_file; if not given, part of the training data is held out
     validation_file: Free[tuple[str, ...]] = ()
     # Dataset on the Hub, or a folder that `datasets` loads, in place of train_file; with
     # mix_weights, several
