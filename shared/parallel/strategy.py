@@ -14,6 +14,7 @@ from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_grad
 from shared.process import faults
 from shared.process.errors import ConfigError
 
+
 class Strategy:
     """Plain PyTorch: one process, DDP, FSDP2, HSDP, tensor parallelism, a pipeline.
 
@@ -159,6 +160,7 @@ class Strategy:
             read: fills tensors, whole ones, by name from the checkpoint.
         """
         return False
+
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
     """Whether `step` heeds `found_inf`, as the kernel of fused AdamW does; not for weights that are

@@ -53,6 +53,7 @@ from shared.run.tensors import TensorReader, pieces_of, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
 
+
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
@@ -585,8 +586,10 @@ class Checkpointer:
                     if (scalar := f"optimizer.{name}.{key}") in scalars:
                         optimizer.state[parameter][key] = scalars[scalar]
 
+
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: value for name, value in tensors.items()}
+
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.split("-")[1])
