@@ -2,7 +2,7 @@
 
 One format for all strategies: the trainable parameters, the buffers and the optimizer's state as
 safetensors (see `tensors`). Everything else is JSON. Learning rate, order of samples and random
-numbers depend on the step alone, so only the step is saved.
+numbers are not saved, because they depend on the step alone.
 """
 
 import contextlib
@@ -175,8 +175,8 @@ class Checkpointer:
         return tensors, scalars
 
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every
-        rank calls this.
+        """Write `checkpoint-<step>`, commit it, then prune old ones: see `_prune`. Every rank calls
+        this.
 
         Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync,
         rename, fsync of the parent, prune. Killed at any point, the checkpoints before it are what
@@ -328,8 +328,8 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was
-        taken back, or damaged.
+        """Keep the newest --save_total_limit up to `step`, and that of step `best`. Later ones are
+        of a run that was taken back, or damaged.
 
         What this run has not written, as its manifest says, stays. One that was found damaged does
         not count, and goes.
@@ -353,9 +353,9 @@ class Checkpointer:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls
         this.
 
-        A checkpoint of another folder is where the run starts. Once the run has checkpoints of its
-        own, the same command continues from those. One of the run's own takes it back, once: the
-        same command again continues from there.
+        A checkpoint of another folder is where the run starts. One of its own takes the run back to
+        that step. In both cases, once the run has saved again, the same command continues from its
+        own newest checkpoint.
 
         Args:
             named: a checkpoint's folder.
