@@ -211,7 +211,7 @@ class EvaluationConfig:
 
     # Optimizer steps between evaluations; None: an epoch. Below 1, a share of the run: 0.05
     # evaluates every 20 steps, or 20 times in a run of more than 400 steps, and at least twice. One
-    # more comes before training (not for images) and one at its end.
+    # more comes before training and one at its end.
     eval_steps: Free[Steps[int | float | None]] = 0.02
     # final/ holds the weights with the best value of this metric: any eval_* value of the log,
     # without eval_; none: the last weights. Lower is better if a word of its name is loss,
@@ -245,7 +245,7 @@ class CheckpointConfig:
     save_steps: Free[Steps[int | float]] = 0.01
     # Checkpoints to keep, besides the best; the oldest goes once a new one is safe on disk
     save_total_limit: Free[Count] = 2
-    # Checkpoint to start from; if not given, the newest valid one in output_dir
+    # Checkpoint of another folder to start from, while output_dir has none of its own
     resume_from_checkpoint: Free[Path | None] = None
     # Names of settings that may differ from the checkpoint although they affect learning; also
     # data, base and replicas
