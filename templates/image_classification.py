@@ -64,6 +64,7 @@ class Config:
     image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, that of the trained weights, or 0.875
     crop_pct: PositiveShare | None = None
+
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(
