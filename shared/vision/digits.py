@@ -35,15 +35,15 @@ TEMPLATE = (
 
 
 def of_digits(config: Any) -> Any:
-    """The config of a template with the model, the data and the budget of the demo. Any process
-    may call this.
+    """The config of a template with the model, the data and the budget of the demo. Every rank
+    calls this.
 
     Raises:
         ConfigError: it names data.
     """
     if not config.data.is_demo:
         raise ConfigError("--demo_images has a model and data of its own: name no other data")
-    folder = prepared.keep(cache_dir() / "demo-digits-2", write_demo)
+    folder = prepared.build_once(cache_dir() / "demo-digits-2", write_demo)
     return configs.replace(
         config,
         model_name_or_path=str(folder / "model"),
