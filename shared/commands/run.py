@@ -7,11 +7,11 @@ The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIG
 to the training processes, which write a checkpoint and end. The launcher would die before that, so
 it ignores them. (It may get SIGHUP and die; then this command waits for the training.) A training
 that --max_restarts starts after the signal ends before its first step. On a signal, a command
-without a training process is killed. The launcher's traceback is left out where the training has
-said why it ended. `accelerate launch` turns every exit code into 1; this command returns the
-original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 5 another process
-does not answer, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything
-else.
+without a training process is killed. The launcher's list of defaults is left out, and its traceback
+where the training has said why it ended. `accelerate launch` turns every exit code into 1; this
+command returns the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite,
+5 another process does not answer, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by
+SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -97,17 +97,21 @@ def run(command: list[str]) -> int:
 
 
 def launch() -> None:
-    """`accelerate launch`, in a process of its own, without its traceback where the training has
-    said why it ended.
+    """`accelerate launch`, in a process of its own, without its list of defaults, and without its
+    traceback where the training has said why it ended.
     """
     from accelerate.commands import launch as accelerate
 
-    # of torch's launcher, also after a stop that was asked for
-    alarms = ("(exitcode: 143)", "closing signal SIGTERM")
-    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    log.addFilter(lambda record: not any(alarm in record.getMessage() for alarm in alarms))
+    # defaults that are right; of torch's launcher, also after a stop that was asked for
+    noise = ("were not passed to", "(exitcode: 143)", "closing signal SIGTERM")
+    torch_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    for log in (accelerate.logger, torch_log):
+        log.addFilter(lambda record: not any(text in record.getMessage() for text in noise))
     try:
         accelerate.main()
+    except FileNotFoundError as error:  # a --config_file that is not there
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         killed = -getattr(error, "returncode", 0)
         if killed > 0:
