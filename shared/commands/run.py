@@ -1,5 +1,4 @@
-"""Run a launcher so that signals stop the training with a checkpoint, and return the training's own
-exit code.
+"""Run a launcher so that signals stop the training with a checkpoint, and return its exit code.
 
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
 

@@ -1,9 +1,9 @@
-"""Merge later changes of the templates into this project. Your edits stay; conflicts are marked as
-git marks them.
+"""Merge later changes of the templates into this project. Your edits stay.
 
 python -m shared upgrade --source ../templates --check      # only list the changes
-python -m shared upgrade --source ../templates              # a checkout of the templates, whose
-code this runs
+python -m shared upgrade --source ../templates              # conflicts are marked as git marks them
+
+--source is a git checkout of the templates. Its code runs.
 """
 
 import argparse
