@@ -101,11 +101,18 @@ def launch() -> None:
     """
     from accelerate.commands import launch as accelerate
 
+    explained = Path(os.environ["TEMPLATES_RUN"], "exit.json").exists
     # defaults that are right; of torch's launcher, also after a stop that was asked for
     noise = ("were not passed to", "(exitcode: 143)", "closing signal SIGTERM")
-    torch_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    for log in (accelerate.logger, torch_log):
-        log.addFilter(lambda record: not any(text in record.getMessage() for text in noise))
+
+    def is_news(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "(exitcode: " in text and explained():
+            return False
+        return not any(part in text for part in noise)
+
+    accelerate.logger.addFilter(is_news)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(is_news)
     try:
         accelerate.main()
     except FileNotFoundError as error:  # a --config_file that is not there
@@ -119,7 +126,7 @@ def launch() -> None:
                 "continues from the last checkpoint"
             )
             sys.exit(128 + killed)
-        if not Path(os.environ["TEMPLATES_RUN"], "exit.json").exists():
+        if not explained():
             raise
         sys.exit(1)
 

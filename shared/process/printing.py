@@ -33,7 +33,7 @@ def label(name: str) -> str:
 
 def indented(text: str) -> list[str]:
     """The lines of a text from outside, none of which looks like a line of the log."""
-    return [f"  {line}" for line in redact(text).expandtabs().split("\n")]
+    return [f"  {line}" for line in redact(text).rstrip().expandtabs().split("\n")]
 
 
 def collapsed(text: str) -> str:

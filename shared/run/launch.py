@@ -162,7 +162,7 @@ def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> 
         ("evaluates", config.evaluation.every(total_steps, steps_per_epoch)),
         ("saves", config.checkpoint.every(total_steps)),
     ):
-        often = f"every {every:,} steps" if every < total_steps else "at the end"
+        often = f"every {every:,} step{'s' * (every > 1)}" if every < total_steps else "at the end"
         parts.append(f"{verb} {often}")
     metric = config.evaluation.metric_for_best_model
     decay = config.evaluation.ema_decay
