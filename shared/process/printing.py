@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,8 @@ def release_notes() -> None:
 def summary(
     title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
 ) -> None:
-    """Print the settings in force on the main rank, aligned, each in a line of 100 columns; then
-    the notes.
+    """Print the settings in force on the main rank, aligned, each in at most four lines of 100
+    columns; then the notes.
 
     Args:
         rows: those that are None are left out.
@@ -118,12 +119,20 @@ def summary(
     if file is not None and ranks.is_main_rank():
         everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
         file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
+    wrapper = textwrap.TextWrapper(
+        COLUMNS,
+        subsequent_indent=" " * (width + 4),
+        max_lines=4,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
     print_main(
         title,
         *(
-            line if len(line) <= COLUMNS or name == "output" else f"{line[: COLUMNS - 4]} ..."
+            part
             for name, line in lines.items()
             if name not in details
+            for part in ([line] if name == "output" else wrapper.wrap(shown(redact(line))))
         ),
     )
     release_notes()
