@@ -97,7 +97,7 @@ def recognise(record: dict[str, Any], where: str) -> str:
     raise ConfigError(
         f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})"
         f"{''.join(meant)}: rename them, for example a question to instruction and its answer to "
-        "output; for several turns, see docs/data.md"
+        "output; for several turns, see docs/data/chats.md"
     )
 
 
