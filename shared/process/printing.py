@@ -17,8 +17,9 @@ def quieten_imports() -> None:
     """Keep from the console what imports of libraries print and a user cannot act on. Call before
     them.
     """
-    # how torchao registers its types; a package that is not needed
-    for name in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
+    # how torchao registers its types; a package that is not needed; new embeddings of a demo
+    noisy = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
+    for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     # where DeepSpeed is installed; the summary says what a run is on
     alarm = "Setting accelerator to CPU"

@@ -22,7 +22,7 @@ def draw_curves(
     if not metrics.exists():
         return
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    keys = {key for row in rows for key in row}
+    keys = set().union(*rows)
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {
         "loss": {"loss": training, "eval_loss": "validation"}
@@ -60,7 +60,7 @@ def draw_curves(
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         if len(labels) > 1 and panel.lines:
-            panel.legend()
+            panel.legend(loc="upper right")  # looking for the best place may warn
     temporary = picture.with_name(".curves.png")
     with open_regular(temporary, "wb") as file:
         figure.savefig(file, dpi=120, format="png")

@@ -89,12 +89,14 @@ def write_digits(folder: Path) -> None:
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         image = Image.fromarray((pixels * 255 / 16).astype(np.uint8))
         image.resize((SIZE, SIZE)).save(folder / "images" / f"{number}.png")
-        asked = [
-            {"type": "image", "path": f"images/{number}.png"},
-            {"type": "text", "text": "Which digit is this?"},
-        ]
         turns = [
-            {"role": "user", "content": asked},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "path": f"images/{number}.png"},
+                    {"type": "text", "text": "Which digit is this?"},
+                ],
+            },
             {"role": "assistant", "content": NAMES[label]},
         ]
         lines.append(json.dumps({"messages": turns}) + "\n")
@@ -107,6 +109,7 @@ def write_model(folder: Path) -> None:
     quieten_imports()
     import transformers as t
 
+    t.logging.disable_progress_bar()
     tokenizer = t.AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     text = t.AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
@@ -134,9 +137,8 @@ def write_model(folder: Path) -> None:
     model.tie_weights()
     model.generation_config = text.generation_config
     model.save_pretrained(folder)
-    size = {"height": SIZE, "width": SIZE}
     processor = t.LlavaProcessor(
-        t.CLIPImageProcessor(size=size, do_center_crop=False),
+        t.CLIPImageProcessor(size={"height": SIZE, "width": SIZE}, do_center_crop=False),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
