@@ -94,8 +94,8 @@ class Rollouts:
         """How a global batch is made up, for the summary."""
         options = self.sampling
         return (
-            f"{self.order.global_batch_size} prompts x {options.group} answers; each of "
-            f"{self.share.world_size} process(es) samples {options.at_once} and learns "
+            f"{self.order.global_batch_size} prompts x {options.group} answers; each process "
+            f"({self.share.world_size} in all) samples {options.at_once} and learns "
             f"{self.per_device} at once"
         )
 
