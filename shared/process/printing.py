@@ -18,8 +18,11 @@ def quieten_imports() -> None:
     them.
     """
     # how torchao registers its types; a package that is not needed; new embeddings of a demo
-    noisy = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "transformers.modeling_utils")
-    for name in noisy:
+    for name in (
+        "torch.utils._pytree",
+        "bitsandbytes.backends.cpu.ops",
+        "transformers.modeling_utils",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
     # where DeepSpeed is installed; the summary says what a run is on
     alarm = "Setting accelerator to CPU"
@@ -35,7 +38,7 @@ def label(name: str) -> str:
 
 def indented(text: str) -> list[str]:
     """The lines of a text from outside, none of which looks like a line of the log."""
-    return [f"  {line}" for line in redact(text).rstrip().expandtabs().split("\n")]
+    return [f"  {line}" for line in redact(text).expandtabs().split("\n")]
 
 
 def collapsed(text: str) -> str:
@@ -107,33 +110,23 @@ def release_notes() -> None:
 def summary(
     title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
 ) -> None:
-    """Print the settings in force on the main rank, aligned, each in at most four lines of 100
-    columns; then the notes.
+    """Print the settings in force on the main rank, aligned, each in lines of 100 columns; then
+    the notes.
 
     Args:
         rows: those that are None are left out.
         details: names of rows that only `file` gets.
         file: gets everything, uncut. One rank writes it.
     """
-    width = max(len(name) for name, row in rows.items() if row is not None and name not in details)
+    width = max(map(len, rows.keys() - details))
     lines = {name: f"  {name:<{width}}  {row}" for name, row in rows.items() if row is not None}
     if file is not None and ranks.is_main_rank():
         everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
         file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
-    wrapper = textwrap.TextWrapper(
-        COLUMNS,
-        subsequent_indent=" " * (width + 4),
-        max_lines=4,
-        placeholder=" ...",
-        break_on_hyphens=False,
-    )
-    print_main(
-        title,
-        *(
-            part
-            for name, line in lines.items()
-            if name not in details
-            for part in ([line] if name == "output" else wrapper.wrap(shown(redact(line))))
-        ),
-    )
+    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * (width + 4))
+    wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths, secrets
+    print_main(title)
+    for name, line in lines.items():
+        if name not in details:
+            print_main(*wrapper.wrap(shown(line)))
     release_notes()

@@ -173,7 +173,7 @@ def cadence_line(config: Any, total_steps: int, steps_per_epoch: int | None) -> 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    (at_once, accumulation) = batch.micro_batch()
+    at_once, accumulation = batch.micro_batch()
     readers = ranks.data_parallel_size()
     processes = f"{readers} process{'es' * (readers > 1)}"
     if accelerator.num_processes > readers:

@@ -63,5 +63,5 @@ def draw_curves(
             panel.legend(loc="upper right")  # looking for the best place may warn
     temporary = picture.with_name(".curves.png")
     with open_regular(temporary, "wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+        figure.savefig(file, dpi=120)  # a PNG
     temporary.replace(picture)

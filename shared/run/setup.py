@@ -198,9 +198,9 @@ class Setup:
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
-        is_news = measured or self._before.get("torch_compile")  # else nothing was weighed
-        reason = f"{steps:,} steps on a {self.device.type.upper()} device"
-        self.set_defaults(reason if is_news else "", torch_compile=saves)
+        # a CPU, where nothing is weighed, is not worth a word
+        reason = f"{steps:,} steps on a {self.device.type.upper()} device" if measured else ""
+        self.set_defaults(reason, torch_compile=saves)
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None
