@@ -1,5 +1,4 @@
-"""Check that your training resumes exactly: kill and resume a run, and compare it with an
-uninterrupted one.
+"""Check that your training resumes exactly, by comparing a killed run with an uninterrupted one.
 
 python -m shared verify-resume -- accelerate launch train.py --train_file chats.jsonl
 

@@ -86,6 +86,7 @@ def write_model(folder: Path) -> None:
     quieten_imports()
     import transformers as t
 
+    t.logging.disable_progress_bar()
     tokenizer = t.AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     text = t.AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
@@ -113,9 +114,8 @@ def write_model(folder: Path) -> None:
     model.tie_weights()
     model.generation_config = text.generation_config
     model.save_pretrained(folder)
-    size = {"height": SIZE, "width": SIZE}
     processor = t.LlavaProcessor(
-        t.CLIPImageProcessor(size=size, do_center_crop=False),
+        t.CLIPImageProcessor(size={"height": SIZE, "width": SIZE}, do_center_crop=False),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
