@@ -17,12 +17,8 @@ def quieten_imports() -> None:
     """Keep from the console what imports of libraries print and a user cannot act on. Call before
     them.
     """
-    # how torchao registers its types; a package that is not needed; new embeddings of a demo
-    for name in (
-        "torch.utils._pytree",
-        "bitsandbytes.backends.cpu.ops",
-        "transformers.modeling_utils",
-    ):
+    # how torchao registers its types; a package that is not needed
+    for name in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

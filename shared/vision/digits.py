@@ -87,6 +87,7 @@ def write_model(folder: Path) -> None:
     import transformers as t
 
     t.logging.disable_progress_bar()
+    t.logging.set_verbosity_error()  # that the embeddings grow
     tokenizer = t.AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     text = t.AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
