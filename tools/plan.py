@@ -1,11 +1,12 @@
-"""Predict the peak memory of one GPU under each launch config, on any machine and without weights.
+r"""Predict the peak memory of one GPU under each launch config, on any machine and without weights.
 
-python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8
---gpu_memory 80
+python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 \
+    --gpus 8 --gpu_memory 80
 
 python -m shared plan --config recipes/qwen3_8b_qlora_24gb.yaml --gpus 1 --gpu_memory 24
-python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4
---throughput --gpu H100
+
+python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4 \
+    --throughput --gpu H100
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import textwrap
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,11 +145,9 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
     fastest.
     """
     numbers = memory.count(job)
-    header = ["launch config", "GPUs", "weights", "gradients", "optimizer"]
-    header += [
-        f"{part} {setting}" for part in ("activations", "peak") for setting in memory.CHECKPOINTING
+    table: list[tuple[str, ...]] = [
+        ("launch config", "GPUs", "weights", "gradients", "optimizer", "activations", "peak")
     ]
-    table = [tuple(header)]
     # order of speed, checkpointing, launch config, GB
     fitting: list[tuple[int, int, str, float]] = []
     # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside
@@ -158,14 +157,12 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
         memory.plan(job, config.gpus), "measuring", leave=False, disable=None
     ):
         totals = [peak.total(setting) / 1e9 for setting in memory.CHECKPOINTING]
-        parts = [
-            peak.weights,
-            peak.gradients,
-            peak.optimizer,
-            *(peak.activations[c] for c in memory.CHECKPOINTING),
-        ]
-        marked = [f"{total:.1f}{' ' if total <= config.usable else '!'}" for total in totals]
-        table.append((name, str(gpus), *(f"{part / 1e9:.1f}" for part in parts), *marked))
+        parts = (peak.weights, peak.gradients, peak.optimizer)
+        activations = (peak.activations[setting] / 1e9 for setting in memory.CHECKPOINTING)
+        row = [name, str(gpus), *(f"{part / 1e9:.1f}" for part in parts)]
+        row.append(" / ".join(f"{part:.1f}" for part in activations))
+        row.append(" / ".join(f"{t:.1f}{'' if t <= config.usable else '!'}" for t in totals))
+        table.append(tuple(row))
         if gpus == config.gpus:
             speed = order.get(name, 0)
             fitting += [
@@ -176,10 +173,9 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
         f"{numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n\n{aligned(table)}\n",
-        "activations and peak: without gradient checkpointing, of every 2nd block, "
-        "of all. ! is over "
-        f"{config.usable:.1f} GB ({config.gpu_memory:g} GB less {RESERVED:.0%} for "
-        "CUDA, NCCL and fragmentation).",
+        "activations and peak: without gradient checkpointing / of every 2nd block / of all.",
+        f"! is over {config.usable:.1f} GB: {config.gpu_memory:g} GB less {RESERVED:.0%} for "
+        "CUDA, NCCL and fragmentation.",
     ]
     if not fitting:
         advice = (
@@ -243,4 +239,6 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
         f"accelerate launch --config_file accelerate_configs/{launch_config}.yaml --num_processes "
         f"{config.gpus}{spread}"
     )
-    return f"  {launcher} \\\n    templates/{template}.py {wanted}"
+    wrapper = textwrap.TextWrapper(92, break_long_words=False, break_on_hyphens=False)
+    script = wrapper.wrap(f"templates/{template}.py {wanted}")
+    return "  " + " \\\n    ".join([*wrapper.wrap(launcher), *script])

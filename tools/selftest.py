@@ -1,12 +1,11 @@
-"""Check that training works on this machine: train, kill, resume and compare every template on 1
-and 2 CPU processes.
+"""Check that training works on this machine: train, kill, resume and compare every template.
 
 python -m shared selftest
 docker run IMAGE selftest
 
-Small offline runs. Prints one row for each run: whether the killed and resumed run equals the
-uninterrupted one, bit for bit, in samples, losses, learning rates, evaluations, weights and
-optimizer state.
+Small offline runs, on 1 and 2 CPU processes. Prints one row for each run: whether the killed and
+resumed run equals the uninterrupted one, bit for bit, in samples, losses, learning rates,
+evaluations, weights and optimizer state.
 """
 
 import argparse

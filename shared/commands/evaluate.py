@@ -1,15 +1,15 @@
-"""Evaluate a finished run on other data, with the metrics of its template. An adapter is compared
-with its base and merged, and a run with another one.
+r"""Evaluate a finished run on other data, with the metrics of its template.
 
-python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch
-templates/lora_finetune.py
-python -m shared evaluate runs/chat --beside runs/other --test_file test.jsonl --eval_answers 200
--- accelerate launch templates/lora_finetune.py
-python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch
-templates/image_classification.py
+python -m shared evaluate runs/chat --test_file test.jsonl -- \
+    accelerate launch templates/lora_finetune.py
+python -m shared evaluate runs/chat --beside runs/other --test_file test.jsonl \
+    --eval_answers 200 -- accelerate launch templates/lora_finetune.py
+python -m shared evaluate runs/photos --test_dir test/ -- \
+    accelerate launch templates/image_classification.py
 
-Gives the template the settings of RUN/config.yaml, the weights in RUN/final, your data to validate
-on, and no step to train. What it writes is in RUN/evaluations/<name of your data>/.
+Compares an adapter with its base and with merged/, and a run with another one. Gives the template
+the settings of RUN/config.yaml, the weights in RUN/final, your data to validate on, and no step to
+train. What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Run a launcher so that signals stop the training with a checkpoint, and return the training's own
-exit code.
+"""Run a launcher so that signals stop the training with a checkpoint, and return its exit code.
 
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
 
@@ -7,11 +6,11 @@ The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIG
 to the training processes, which write a checkpoint and end. The launcher would die before that, so
 it ignores them. (It may get SIGHUP and die; then this command waits for the training.) A training
 that --max_restarts starts after the signal ends before its first step. On a signal, a command
-without a training process is killed. The launcher's traceback is left out where the training has
-said why it ended. `accelerate launch` turns every exit code into 1; this command returns the
-original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 5 another process
-does not answer, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything
-else.
+without a training process is killed. The launcher's list of defaults is left out, and its traceback
+where the training has said why it ended. `accelerate launch` turns every exit code into 1; this
+command returns the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite,
+5 another process does not answer, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by
+SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -97,17 +96,28 @@ def run(command: list[str]) -> int:
 
 
 def launch() -> None:
-    """`accelerate launch`, in a process of its own, without its traceback where the training has
-    said why it ended.
+    """`accelerate launch`, in a process of its own, without its list of defaults, and without its
+    traceback where the training has said why it ended.
     """
     from accelerate.commands import launch as accelerate
 
-    # of torch's launcher, also after a stop that was asked for
-    alarms = ("(exitcode: 143)", "closing signal SIGTERM")
-    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    log.addFilter(lambda record: not any(alarm in record.getMessage() for alarm in alarms))
+    explained = Path(os.environ["TEMPLATES_RUN"], "exit.json").exists
+    # defaults that are right; of torch's launcher, also after a stop that was asked for
+    noise = ("were not passed to", "(exitcode: 143)", "closing signal SIGTERM")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "(exitcode: " in text and explained():
+            return False
+        return not any(part in text for part in noise)
+
+    accelerate.logger.addFilter(is_news)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(is_news)
     try:
         accelerate.main()
+    except FileNotFoundError as error:  # a --config_file that is not there
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         killed = -getattr(error, "returncode", 0)
         if killed > 0:
@@ -116,7 +126,7 @@ def launch() -> None:
                 "continues from the last checkpoint"
             )
             sys.exit(128 + killed)
-        if not Path(os.environ["TEMPLATES_RUN"], "exit.json").exists():
+        if not explained():
             raise
         sys.exit(1)
 

@@ -1,5 +1,4 @@
-"""Check that your training resumes exactly: kill and resume a run, and compare it with an
-uninterrupted one.
+"""Check that your training resumes exactly, by comparing a killed run with an uninterrupted one.
 
 python -m shared verify-resume -- accelerate launch train.py --train_file chats.jsonl
 
@@ -92,6 +91,7 @@ def train(
     steps: int,
     kill_after: int | None = None,
     deterministic: bool = True,
+    show_progress: bool = False,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
     and saved a checkpoint.
@@ -105,11 +105,15 @@ def train(
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
-    with log.open("a") as output:
+    with log.open("a") as output, log.open(errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env
         )
         while process.poll() is None:
+            for line in lines:  # its progress
+                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
+                    print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
             if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
@@ -225,6 +229,7 @@ def verify(
             steps=steps,
             kill_after=kill_after,
             deterministic=deterministic,
+            show_progress=verbose,
         )
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs(

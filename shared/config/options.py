@@ -97,8 +97,8 @@ class BatchConfig:
         steps = math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
         if steps < 30:
             note(
-                f"warning: {steps} optimizer steps teach little: give more samples, more "
-                "--num_train_epochs, or a smaller "
+                f"only {steps} optimizer steps: if the validation loss still falls at the end, "
+                "give more samples, more --num_train_epochs, or a smaller "
                 f"--global_batch_size than {self.global_batch_size}"
             )
         return steps

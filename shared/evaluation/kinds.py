@@ -143,7 +143,7 @@ def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
     }
     headline = f"Pearson's correlation {summary['eval_pearson']:.4f}"
     headline += f", Spearman's {summary['eval_spearman']:.4f} on {len(labels):,} validation {noun}"
-    columns = {"label": labels.round(6), "predicted": predicted.round(6)}
+    columns = {"label": labels, "predicted": predicted}
     return Evaluation(
         noun=noun,
         classes=(),

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def release_notes() -> None:
 def summary(
     title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
 ) -> None:
-    """Print the settings in force on the main rank, aligned, each in a line of 100 columns; then
+    """Print the settings in force on the main rank, aligned, each in lines of 100 columns; then
     the notes.
 
     Args:
@@ -110,17 +111,15 @@ def summary(
         details: names of rows that only `file` gets.
         file: gets everything, uncut. One rank writes it.
     """
-    width = max(len(name) for name, row in rows.items() if row is not None and name not in details)
+    width = max(map(len, rows.keys() - details))
     lines = {name: f"  {name:<{width}}  {row}" for name, row in rows.items() if row is not None}
     if file is not None and ranks.is_main_rank():
         everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
         file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
-    print_main(
-        title,
-        *(
-            line if len(line) <= COLUMNS or name == "output" else f"{line[: COLUMNS - 4]} ..."
-            for name, line in lines.items()
-            if name not in details
-        ),
-    )
+    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * (width + 4))
+    wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths, secrets
+    print_main(title)
+    for name, line in lines.items():
+        if name not in details:
+            print_main(*wrapper.wrap(shown(line)))
     release_notes()

@@ -77,8 +77,8 @@ class Rollouts:
     def describe(self) -> str:
         """How a global batch is made up, for the summary."""
         return (
-            f"{self.order.global_batch_size} prompts x {self.group} answers; each of "
-            f"{self.share.world_size} process(es) samples {self.at_once} and learns "
+            f"{self.order.global_batch_size} prompts x {self.group} answers; each process "
+            f"({self.share.world_size} in all) samples {self.at_once} and learns "
             f"{self.per_device} at once"
         )
 

@@ -42,10 +42,10 @@ class _Update(NamedTuple):
 class Guard:
     """Skips updates that are not finite, and stops all ranks after the same step.
 
-    Hosts agree on signals after each step, and no device waits. Which updates were skipped is read
-    from the device with log lines, evaluations and saves, else after 100 steps. From construction
-    on, `STOP_SIGNALS` are noted, and acted on between steps. All ranks call the same methods in the
-    same order.
+    Hosts agree on signals: a step sends, and the next one reads, so that slow links delay nothing.
+    Which updates were skipped is read from the device with log lines, evaluations and saves, else
+    after 100 steps. From construction on, `STOP_SIGNALS` are noted, and acted on between steps. All
+    ranks call the same methods in the same order.
 
     Args:
         strategy: the run's.
@@ -74,6 +74,7 @@ class Guard:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.unread: list[_Update] = []
         self.received = 0  # the signal that this rank has received
+        self.sent: list[tuple[torch.Tensor, Any]] = []  # what the last step sent, on its way
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -174,8 +175,9 @@ class Guard:
         """End the run if any rank was asked to.
 
         Args:
-            now: read which updates were skipped, too, because what comes next waits for the device
-                anyway (an evaluation) or saves the state.
+            now: wait for the answers of all ranks to what was just sent, and read which updates
+                were skipped, because what comes next waits for both anyway (an evaluation) or saves
+                the state.
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
@@ -184,7 +186,11 @@ class Guard:
         number = self.received
         if self.group is not None:
             flag = torch.tensor(number)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.sent.append((flag, work))
+            flag, work = self.sent[-1 if now else 0]
+            work.wait()
+            self.sent = self.sent[-1:]
             number = int(flag)
         if now or number or len(self.unread) >= 100:
             self.count_skipped()

@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import statistics
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -80,6 +81,10 @@ class Logger:
         if config.log.profile and self.main:
             self.profile = start_profile(setup.dir, total_steps - state.step)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
+        # a log file gets lines instead
+        quiet = not self.main or not sys.stderr.isatty()
+        self.bar_of = partial(tqdm, leave=False, dynamic_ncols=True, disable=quiet)
+        self.bar = self.bar_of(total=total_steps, initial=state.step, desc=setup.name, unit="step")
         self._begin_interval()
         # resumed within an interval; with another number of processes, each has an equal share
         saved = state.interval
@@ -113,8 +118,8 @@ class Logger:
             start = time.perf_counter()
 
     def print_each_minute(self, line: str) -> None:
-        """Print this if nothing was printed for a minute."""
-        if time.perf_counter() - self.printed > 60:
+        """Print this if there is no progress bar, and nothing was printed for a minute."""
+        if self.bar.disable and time.perf_counter() - self.printed > 60:
             print_main(line)
             self.printed = time.perf_counter()
 
@@ -142,6 +147,7 @@ class Logger:
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
+        self.bar.update()
         if self.profile is not None:
             self.profile.step()
         if self.state.step == self.first + 1:
@@ -187,12 +193,14 @@ class Logger:
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
         progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
-        # with evaluations; the first step is no measure
-        done = self.state.step - self.first - 1
-        each = (now - self.begun) / done if done else seconds
-        left = tqdm.format_interval((self.total_steps - self.state.step) * each)
-        print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
-        self.printed = now
+        self.bar.set_postfix_str(progress, refresh=False)
+        if self.bar.disable:
+            # with evaluations; the first step is no measure
+            done = self.state.step - self.first - 1
+            each = (now - self.begun) / done if done else seconds
+            left = tqdm.format_interval((self.total_steps - self.state.step) * each)
+            print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
+            self.printed = now
         self.log(values)
         self._begin_interval()
         self.mark = now  # what logging takes belongs to the next interval
@@ -240,6 +248,7 @@ class Logger:
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
+        self.bar.close()
         if self.profile is not None:
             self.profile.stop()
         self.draw(now=True)

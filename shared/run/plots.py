@@ -34,7 +34,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
         panel.set(title=title, xlabel="optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
-        panel.legend()
+        panel.legend(loc="upper right")  # looking for the best place may warn
     temporary = picture.with_name(".curves.png")
     with temporary.open("wb") as file:
         figure.savefig(file, dpi=120, format="png")

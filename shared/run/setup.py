@@ -110,23 +110,19 @@ class Setup:
         A run that continues keeps those of its checkpoint, also on another number of processes.
 
         Args:
-            reason: what they follow from, for people.
+            reason: what they follow from, for people; "" leaves them out of the summary.
             values: by flag; ignored where the flag was given, or, of a budget, any budget was.
         """
         given = configs.flatten(self.config)
-        budgets = (
-            configs.BUDGETS
-            if any(given.get(name) is not None for name in configs.BUDGETS)
-            else set()
-        )
+        has_budget = any(given.get(name) is not None for name in configs.BUDGETS)
         before = {name: value for name, value in self._before.items() if not _is_open(value)}
         values = {
             name: before.get(name, value)
             for name, value in values.items()
-            if name not in budgets and _is_open(given[name])
+            if not (has_budget and name in configs.BUDGETS) and _is_open(given[name])
         }
-        if values:
-            self.config = configs.replace(self.config, **values)
+        self.config = configs.replace(self.config, **values)
+        if values and reason:
             said = (
                 f"{name} {f'{value:g}' if isinstance(value, float) else value}"
                 for name, value in values.items()
@@ -193,9 +189,9 @@ class Setup:
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
-        self.set_defaults(
-            f"{steps:,} steps on a {self.device.type.upper()} device", torch_compile=saves
-        )
+        # a CPU, where nothing is weighed, is not worth a word
+        reason = f"{steps:,} steps on a {self.device.type.upper()} device" if measured else ""
+        self.set_defaults(reason, torch_compile=saves)
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None

@@ -110,14 +110,14 @@ class Encoder:
                 if ids[after] in self.special or end != ends[-1]:
                     learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        end = self.end_of(ids, last + 1)
-        ends = self.ends if example.messages is None else self.special
-        if last >= 0 and not example.continues and end not in ends:
-            end = self.tokenizer.eos_token_id
-            ids = [*ids[: last + 1], end]
+        end_token = self.end_of(ids, last + 1)
+        known = self.ends if example.messages is None else self.special
+        if last >= 0 and not example.continues and end_token not in known:
+            end_token = self.tokenizer.eos_token_id
+            ids = [*ids[: last + 1], end_token]
             learned = np.append(learned[: last + 1], True)
-        if end is not None:
-            notes.add(f"end {end}")
+        if end_token is not None:
+            notes.add(f"end {end_token}")
         return ids, learned
 
     def _note_special(self, example: Example, where: str, notes: Notes) -> None:
@@ -168,7 +168,7 @@ class Encoder:
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []
         options = self._options(example, where)
-        render = partial(self._render, **options)
+        render: Any = partial(self._render, **options)
         with _refusals_named(where):
             messages = _for_template(messages, render)
             if self.marks_turns:
@@ -231,7 +231,7 @@ class Encoder:
         Raises:
             ConfigError: the chat template refuses the conversation, or does not write its tools.
         """
-        render = partial(self._render, **self._options(example, where))
+        render: Any = partial(self._render, **self._options(example, where))
         with _refusals_named(where):
             messages = _for_template(example.messages or [], render)
             text = render(messages, add_generation_prompt=True)

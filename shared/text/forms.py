@@ -1,6 +1,7 @@
 """The forms of conversations that people have, read into one `Example`."""
 
 import contextlib
+import difflib
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -89,10 +90,13 @@ def recognise(record: dict[str, Any], where: str) -> str:
             return form
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
+    wanted = {column for columns, _ in FORMS.values() for column in columns}
+    near = {name: difflib.get_close_matches(str(name), wanted, 1, 0.8) for name in record}
+    meant = [f"; did you mean {match[0]!r}, not {name!r}?" for name, match in near.items() if match]
     raise ConfigError(
         f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})"
-        ": rename them, for example a question to instruction and its answer to "
-        "output; for several turns, see docs/data.md"
+        f"{''.join(meant)}: rename them, for example a question to instruction and its answer to "
+        "output; for several turns, see docs/data/chats.md"
     )
 
 
@@ -292,9 +296,9 @@ def _checked(messages: Messages, where: str) -> Messages:
             )
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(
-                f"{where}: content of message {number} is {kind(parts)}, expected "
-                "text or parts of type text (images are seen if one of the first 100 records has "
-                "one)"
+                f"{where}: content of message {number} is {kind(parts)} (its keys: "
+                f"{', '.join(message)}), expected text or parts of type text (images are seen if "
+                "one of the first 100 records has one)"
             )
         weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]
         if wrong := [weight for weight in weights if weight not in (0, 1)]:

@@ -35,15 +35,15 @@ TEMPLATE = (
 
 
 def of_digits(config: Any) -> Any:
-    """The config of a template with the model, the data and the budget of the demo. Any process
-    may call this.
+    """The config of a template with the model, the data and the budget of the demo. Every rank
+    calls this.
 
     Raises:
         ConfigError: it names data.
     """
     if not config.data.is_demo:
         raise ConfigError("--demo_images has a model and data of its own: name no other data")
-    folder = prepared.keep(cache_dir() / "demo-digits-2", write_demo)
+    folder = prepared.build_once(cache_dir() / "demo-digits-2", write_demo)
     return configs.replace(
         config,
         model_name_or_path=str(folder / "model"),
@@ -86,6 +86,8 @@ def write_model(folder: Path) -> None:
     quieten_imports()
     import transformers as t
 
+    t.logging.disable_progress_bar()
+    t.logging.set_verbosity_error()  # that the embeddings grow
     tokenizer = t.AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     text = t.AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
@@ -113,9 +115,8 @@ def write_model(folder: Path) -> None:
     model.tie_weights()
     model.generation_config = text.generation_config
     model.save_pretrained(folder)
-    size = {"height": SIZE, "width": SIZE}
     processor = t.LlavaProcessor(
-        t.CLIPImageProcessor(size=size, do_center_crop=False),
+        t.CLIPImageProcessor(size={"height": SIZE, "width": SIZE}, do_center_crop=False),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",

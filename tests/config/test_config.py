@@ -262,7 +262,7 @@ def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, from_yaml
 def test_what_other_programs_call_it_is_known(templates):
     for flag, then in {
         "lr": "did you mean --learning_rate?",
-        "batch_size": "did you mean --global_batch_size?",
+        "batch_size": "give --global_batch_size, the samples of a step, or --per_device_train_batch_size",
         "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
         "momentum": "0.9 of sgd, and 0.95 of muon",
     }.items():
