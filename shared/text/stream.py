@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from shared.config.options import BatchConfig
 from shared.data import prepared
@@ -19,7 +20,7 @@ from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches,
 from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
 from shared.models.tokenizers import identity_of
-from shared.process.errors import ConfigError
+from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
 from shared.text.corpus import Piece, Tokenise, pieces
@@ -47,8 +48,8 @@ class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 
     Every rank reads the same stream and keeps its own rows of each global batch, so the samples of
-    a step are the same on any number of processes. Each tokenises all of it, in processes that run
-    ahead. The order is that of the source, shuffled within
+    a step are the same on any number of processes. The ranks of a machine share the work to
+    tokenise it, in processes that run ahead. The order is that of the source, shuffled within
     windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place in the
     source goes into the checkpoints, so that resuming is a jump where the source can be read from
     any record on.
@@ -81,6 +82,10 @@ class Stream:
         self.share = share
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
+        # its ranks; of their own, since replicas that train apart send other things meanwhile
+        self._machine: Any = None
+        if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
+            self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.notes = Notes()  # of the records that were read so far
         self.place: dict[str, Any] | None = None
         self.held_out_before: int | None = None
@@ -125,14 +130,38 @@ class Stream:
         self, mark: Mark, *, validation: bool
     ) -> Iterator[tuple[Mark | None, np.ndarray, np.ndarray]]:
         """The mark of a chunk, [tokens] int64 of a split in it, and the document of each token."""
-        tokenise = partial(_chunk, Tokenise(self.tokenizer))
-        chunks = parallel_map(tokenise, self._chunks(mark), self.processes)
-        for begins, tokens, lengths, documents in chunks:
+        for begins, tokens, lengths, documents in self._tokenised(mark):
             is_held_out = is_validation(documents, self.validation_percent)
             if self.held_out_before is not None:
                 is_held_out &= documents < self.held_out_before
             chosen = np.repeat(is_held_out == validation, lengths)
             yield begins, tokens[chosen].astype(np.int64), np.repeat(documents, lengths)[chosen]
+
+    def _tokenised(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
+        """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and
+        gives it to the others.
+
+        Raises:
+            CleanExit: one of these ranks cannot read on.
+        """
+        size, rank = (self._machine.size(), self._machine.rank()) if self._machine else (1, 0)
+        chunks = islice(self._chunks(mark), rank, None, size)
+        tokenise = partial(_chunk, Tokenise(self.tokenizer))
+        own = parallel_map(tokenise, chunks, self.processes)
+        while True:
+            found: list[Any] = [None] * size
+            try:
+                found[rank] = next(own, None)
+            except CleanExit as error:
+                found[rank] = error
+            if self._machine:
+                dist.all_gather_object(found, found[rank], group=self._machine)
+            for each in found:
+                if each is None:
+                    return
+                if isinstance(each, CleanExit):
+                    raise each
+                yield each
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
         """Batches of pieces from a mark on, and a mark if a record begins a document there."""
