@@ -50,21 +50,20 @@ class Config:
     """Tune a causal language model on preferences."""
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    full: bool = False  # Train all weights, in fp32, and no adapters
-    # sigmoid: DPO. robust: DPO for labels of which --label_smoothing are wrong. simpo, orpo:
-    # without a reference
+    full: bool = False  # Train all weights, in fp32, in place of adapters
+    # sigmoid: DPO; robust: DPO with a share of wrong labels (label_smoothing); simpo, orpo: no
+    # reference
     loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] = "sigmoid"
-    # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo needs 2 to 10
+    # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo: usually 2 to 10
     beta: Positive = 0.1
     # robust: share of pairs whose chosen answer is the worse one
     label_smoothing: Annotated[float, within(at_least=0, below=0.5)] = 0.0
-    simpo_gamma: PositiveOrZero = 0.5  # simpo: margin that the rewards should have
-    # Number of validation prompts that the model answers before training and at its end
+    simpo_gamma: PositiveOrZero = 0.5  # simpo: target margin between the rewards
+    # Validation prompts whose answers are printed before training and at its end
     num_generations: Free[CountOrZero] = 1
-    # Number of validation prompts that the model answers at each evaluation, to score the answers;
-    # 0: none
+    # Validation prompts to answer and score at each evaluation; 0: none
     eval_answers: Free[CountOrZero] = 0
-    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
+    max_new_tokens: Free[Count] = 48  # Tokens of an answer, at most
     adapter: AdapterConfig = ADAPTER
     data: PreferenceConfig = PreferenceConfig(
         seq_length=512, eval_samples=256, validation_split_percentage=10.0

@@ -50,20 +50,19 @@ class Config:
     """Fine-tune all weights of a causal language model."""
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    # Precision of the weights in training. bf16: half the memory, also of gradients and moments;
-    # rounding is stochastic
+    # Precision of the weights in training; bf16: half the memory of weights, gradients and moments,
+    # with stochastic rounding
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     # Precision of the weights in final/; auto: that of the model given
     final_dtype: Free[Literal["auto", "fp32", "bf16"]] = "auto"
-    # Weights to leave as they are: regular expressions that are found in their names, such as
-    # embed_tokens 'layers\.[0-3]\.'
+    # Weights to freeze, by regular expressions found in their names, such as embed_tokens
+    # 'layers\.[0-3]\.'
     freeze: tuple[str, ...] = ()
-    # Number of validation prompts that the model answers before training and at its end
+    # Validation prompts whose answers are printed before training and at its end
     num_generations: Free[CountOrZero] = 1
-    # Number of validation prompts that the model answers at each evaluation, to score the answers;
-    # 0: none
+    # Validation prompts to answer and score at each evaluation; 0: none
     eval_answers: Free[CountOrZero] = 0
-    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
+    max_new_tokens: Free[Count] = 48  # Tokens of an answer, at most
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     vision: FullVisionConfig = FullVisionConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)

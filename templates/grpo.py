@@ -4,10 +4,14 @@ r"""Let a causal language model learn from rewards for its own answers: GRPO and
     accelerate launch templates/grpo.py --model_name_or_path ORG/NAME --train_file problems.jsonl
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/grpo.py --full
 
-Each step samples answers to some prompts at temperature 1, rewards them by `rewards` below, and
-makes those more likely that did better than others to the same prompt. GRPO: Shao et al., arXiv
-2402.03300. Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Groups whose
-rewards are all equal are left out, not sampled again as in DAPO.
+Each step samples answers to some prompts and rewards them by `rewards` below. Answers that did
+better than others to the same prompt become more likely. GRPO: Shao et al., arXiv 2402.03300.
+Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Choices made here:
+
+- Groups whose rewards are all equal teach nothing and are left out, not sampled again as in DAPO.
+- There is no KL penalty by default, as in Dr. GRPO and DAPO.
+- Answers are sampled at temperature 1, from the distribution that is trained.
+- An answer that --max_new_tokens cut is rewarded for what is there.
 """
 
 import re
@@ -43,20 +47,22 @@ class Config:
     """Let a causal language model learn from rewards for its answers."""
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    full: bool = False  # Train all weights, in fp32, and no adapters
-    group_size: Count = 16  # Answers that are sampled for each prompt
+    full: bool = False  # Train all weights, in fp32, in place of adapters
+    group_size: Count = 16  # Answers to sample for each prompt
     max_new_tokens: Count | None = None  # Tokens of an answer, at most; if not given, 512
-    # What the loss is a mean over. token: all tokens (DAPO); answer: answers, each of them a mean
-    # over its tokens (GRPO); constant: as many tokens as answers may have (Dr. GRPO)
+    # Mean of the loss. token: over all tokens (DAPO); answer: over answers, each a mean over its
+    # tokens (GRPO); constant: over max_new_tokens tokens an answer (Dr. GRPO)
     normalise: Literal["token", "answer", "constant"] = "token"
-    # Divide advantages by the standard deviation of their group's rewards (GRPO); Dr. GRPO does not
+    # Divide advantages by the standard deviation of the group's rewards (GRPO); Dr. GRPO does not
     scale_rewards: bool = True
     updates_per_rollout: Count = 1  # Optimizer steps on the same answers
-    # With several updates: a token's probability ratio counts up to 1 - epsilon_low ...
-    epsilon_low: Positive = 0.2
-    epsilon_high: Positive = 0.28  # ... and 1 + epsilon_high (DAPO; GRPO has 0.2 for both)
-    num_generations: Free[CountOrZero] = 2  # Answers printed before training and at its end
-    eval_answers: Free[Count] = 128  # Validation prompts answered at each evaluation, greedily
+    epsilon_low: Positive = 0.2  # From two updates on, clip probability ratios at 1 - epsilon_low
+    # From two updates on, clip them at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
+    epsilon_high: Positive = 0.28
+    # Validation prompts whose answers are printed before training and at its end
+    num_generations: Free[CountOrZero] = 2
+    # Validation prompts to answer and score at each evaluation, without sampling
+    eval_answers: Free[Count] = 128
     kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters
     adapter: AdapterConfig = ADAPTER
     data: PromptConfig = PromptConfig()

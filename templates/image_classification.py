@@ -53,17 +53,18 @@ class Config:
 
     # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     model_name_or_path: str | None = None
-    # Architecture with random weights; if not given, a ResNet of 0.3M parameters
+    # Architecture on the Hub or in a folder, with random weights; if not given, a ResNet of 0.3M
+    # parameters
     config_name: str | None = None
-    # Changes to that architecture: depths=[2,2,2,2],layer_type=basic
+    # Changes to the architecture, such as depths=[2,2,2,2],layer_type=basic
     config_overrides: str | None = None
-    # Train the head alone, of a --model_name_or_path (linear probing)
-    freeze_backbone: bool = False
-    sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
+    freeze_backbone: bool = False  # Train only the head of --model_name_or_path (linear probing)
+    sync_batchnorm: bool = False  # BatchNorm normalises over the images of all ranks (GPUs only)
     # Height and width in pixels; if not given, the model's own, else 224
     image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
-    # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
+    # Share of the image that evaluation crops; if not given, that of the trained weights, or 0.875
     crop_pct: PositiveShare | None = None
+
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
     batch: BatchConfig = BatchConfig(

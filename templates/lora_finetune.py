@@ -48,12 +48,11 @@ class Config:
     """Fine-tune a causal language model with LoRA or QLoRA."""
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    # Number of validation prompts that the model answers before training and at its end
+    # Validation prompts whose answers are printed before training and at its end
     num_generations: Free[CountOrZero] = 1
-    # Number of validation prompts that the model answers at each evaluation, to score the answers;
-    # 0: none
+    # Validation prompts to answer and score at each evaluation; 0: none
     eval_answers: Free[CountOrZero] = 0
-    max_new_tokens: Free[Count] = 48  # Most new tokens of an answer
+    max_new_tokens: Free[Count] = 48  # Tokens of an answer, at most
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     vision: VisionConfig = VisionConfig()

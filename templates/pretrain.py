@@ -45,7 +45,7 @@ DEMO_STEPS = 80  # about two minutes on two CPU cores
 class Config:
     """Pretrain a causal language model."""
 
-    seq_length: Count = 256  # Tokens of one sequence
+    seq_length: Count = 256  # Tokens of a sequence
     max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"

@@ -8,10 +8,10 @@ r"""Pretrain a causal language model whose blocks are spread over GPUs as a pipe
         --model_preset 1B --vocab_size 32768
     docker run --gpus all IMAGE accelerate launch --multi_gpu templates/pretrain_pipeline.py
 
-Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward
-in turns (1F1B, arXiv 2006.09503). What is learned is what templates/pretrain.py learns with
-embeddings that are not tied, as they cannot be here. For slow links between GPUs: only activations
-cross them. Evaluates in micro-batches of training's size.
+Neighbouring ranks have consecutive blocks and pass micro-batches on, one forward and one backward
+in turns (1F1B, arXiv 2006.09503). Only activations cross the links between GPUs, so these may be
+slow. A pipeline cannot tie embeddings; apart from that, it learns what templates/pretrain.py
+learns. Evaluation uses micro-batches of training's size.
 """
 
 import math
@@ -45,11 +45,11 @@ DEMO_STEPS = 80  # about two minutes on two CPU cores
 class Config:
     """Pretrain a causal language model as a pipeline."""
 
-    seq_length: Count = 256  # Tokens of one sequence
+    seq_length: Count = 256  # Tokens of a sequence
     max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Free[Literal["fp32", "bf16"]] = "fp32"
-    # Neighbouring processes that hold one model; it divides those launched
+    # Neighbouring processes that share one model; must divide the number of processes
     pipeline_ranks: Free[Annotated[int, within(at_least=2)]] = 2
 
     model: ModelConfig = ModelConfig(model_preset="3M")

@@ -44,12 +44,12 @@ DEMO_EPOCHS = 3  # about a minute on two CPU cores
 class Config:
     """Train a classifier of texts."""
 
-    model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
-    # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
+    model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder, encoder or decoder
+    # Rank of the adapters, which are trained together with the head; 0: train all weights
     lora_r: CountOrZero = 0
     lora_alpha: Count = 32  # Scale of the adapters: updates are multiplied by alpha / r
-    # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes
-    # of a class by its number of texts without it for one with it
+    # balanced: weigh texts inversely to the frequency of their class; multi_label: weigh a yes by
+    # the ratio of texts without the class to those with it
     class_weights: Literal["none", "balanced"] = "none"
     label_smoothing: Share = 0.0  # Share of each target spread over all classes
     data: LabelledTextConfig = LabelledTextConfig()

@@ -241,7 +241,9 @@ What comes from the templates is under the Apache License 2.0: see `shared/LICEN
 def _agents(names: tuple[str, ...]) -> str:
     """The notes for coding assistants, of what a project has: no docs/, no tests/."""
     lines = (SOURCE / "AGENTS.md").read_text(encoding="utf-8").splitlines(keepends=True)
-    text = "".join(line for line in lines if not re.search("`docs/|^ruff |^pytest ", line))
+    text = "".join(
+        line for line in lines if not re.search("`docs/|^ruff |^pytest |shared audit", line)
+    )
     first = script(names[0], names)
     for old, new in {"templates/lora_finetune.py": first, "lora_finetune": names[0]}.items():
         text = text.replace(old, new)

@@ -34,26 +34,23 @@ from shared.process.printing import note
 class BatchConfig:
     """Batch and budget."""
 
-    # Samples (rows, where samples are packed) in one optimizer step, over all devices and
-    # accumulated micro-batches; 0: by the data, so that a run has at least 100 steps where it can
-    # (docs/quality.md)
+    # Samples in one optimizer step over all devices (rows, if samples are packed); 0: chosen by the
+    # size of the data, see docs/quality.md
     global_batch_size: CountOrZero = 0
-    # Samples in one forward and backward of one device, at most: fewer where they do not divide a
-    # device's share of the global batch. Accumulation follows from it; the summary shows both.
+    # Samples in one forward and backward of one device, at most; accumulation follows from it
     per_device_train_batch_size: Free[Count] = 2
     # Before training, halve per_device_train_batch_size until a step fits into memory
     find_batch_size: Free[bool] = False
-    # Samples in one forward of one device in evaluation
+    # Samples that a device evaluates at once; grpo.py: answers that it samples at once
     per_device_eval_batch_size: Free[Count] = 8
-    # Optimizer steps to train; 0: only evaluate; give max_steps or num_train_epochs, not both
+    # Optimizer steps to train, in place of num_train_epochs; 0: only evaluate
     max_steps: CountOrZero | None = None
-    # Passes over the training data; if not given, by the task and the size of the data: the summary
-    # shows it. The embedded demo takes about two minutes on two CPU cores
+    # Passes over the training data; if not given, chosen by the task and the size of the data
     num_train_epochs: Positive | None = None
-    # Worker processes of each rank that read samples; 0 reads in the training process. If not
-    # given: 0, of conversations with images 2
+    # Processes of each rank that read samples; 0: the training process reads. If not given: 0, or 2
+    # for conversations with images
     dataloader_num_workers: Free[CountOrZero | None] = None
-    # Decides initial weights, order of samples, augmentation and dropout
+    # Seed of initial weights, sample order, augmentation and dropout
     seed: Annotated[int, within(at_least=0, below=2**32)] = 0
 
     def __post_init__(self) -> None:
@@ -111,20 +108,19 @@ class BatchConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    # adamw: fused where available. muon: Muon, with momentum 0.95, for weight matrices, AdamW for
-    # the rest; pretraining takes it for random weights if nothing is given. adamw_8bit: 8-bit
-    # moments. sgd: with Nesterov momentum 0.9; its --weight_decay is usually 1e-4 and less.
+    # Optimizer. adamw: fused if available; muon: momentum 0.95, for weight matrices, AdamW for the
+    # rest; adamw_8bit: 8-bit moments; sgd: Nesterov momentum 0.9, usually with weight_decay 1e-4 or
+    # less. In pretraining, if not given: muon for random weights, else adamw
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
-    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by
-    # the task and the size of the model (docs/quality.md): the summary shows it
+    # Peak learning rate; if not given, chosen by task and model size, see docs/quality.md
     learning_rate: Positive | None = None
-    # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
+    # Decay of weight matrices, decoupled (sgd: L2); norms, biases and embeddings never decay
     weight_decay: PositiveOrZero = 0.1
-    # Gradients are scaled down to this global L2 norm; 0 turns clipping off
+    # Global L2 norm that gradients are clipped to; 0: no clipping
     max_grad_norm: PositiveOrZero = 1.0
-    # Shape after warmup; wsd: constant, then linear decay at the end (a fifth of the run)
+    # Schedule after warm-up; wsd: constant, then linear decay over the last fifth
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
+    # Optimizer steps in which the rate rises linearly to its peak; below 1: a share of the run
     warmup_steps: Annotated[int | float, within(at_least=0), WHOLE_OR_SHARE] = 0.03
 
     # Not fields, but what adapters train with. FullOptimConfig makes flags of them.
@@ -160,7 +156,7 @@ class FullOptimConfig(OptimConfig):
     adam_beta1: BelowOne = 0.9  # Decay of the first moment
     adam_beta2: BelowOne = 0.95  # Decay of the second moment
     min_lr_ratio: Share = 0.0  # Final learning rate as a share of the peak
-    # The run ends after more than so many skipped updates (loss or gradient not finite)
+    # Updates to skip because loss or gradient is not finite; one more ends the run
     max_skipped_steps: Free[CountOrZero] = 5
     # Factor on the learning rate from each block to the one before it; 1: the same rate
     layer_decay: PositiveShare = 1.0
@@ -176,24 +172,23 @@ RECOMPUTED = Rule(
 class SpeedConfig:
     """Memory and speed."""
 
-    # none, full, or N: recompute activations of every N-th block in the backward pass. offload:
-    # full, and the inputs of blocks wait in host memory, for rows of 100,000 tokens
+    # Recompute activations in the backward pass: none, full, or N for every N-th block; offload:
+    # full, with the inputs of blocks in host memory, for rows of 100,000 tokens
     gradient_checkpointing: Free[Annotated[str, RECOMPUTED]] = "none"
-    # torch.compile each block, and the loss (a ResNet whole); needs a C compiler. If not given,
-    # on GPUs, in runs of so many steps that it saves time, where all batches have one length: the
-    # summary shows it
+    # Compile blocks and loss, which needs a C compiler; if not given, done on GPUs in long runs
+    # whose batches have one length
     torch_compile: Free[bool | None] = None
-    # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
-    # of which are slower
+    # Repeat and resume bit for bit on GPUs, too; some kernels are slower
     deterministic: Free[bool] = False
-    # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need
-    # their own packages
+    # Seconds that a process waits for the others before it ends the run
+    ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
+    # Attention kernel; auto: sdpa, or eager if the model has no sdpa; flash_attention_* need their
+    # own packages
     attn_implementation: Free[
         Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
     ] = "auto"
 
     # Not fields, but what adapters have. FullSpeedConfig makes flags of them.
-    ddp_timeout = 1800.0
     async_save = False
 
 
@@ -201,9 +196,7 @@ class SpeedConfig:
 class FullSpeedConfig(SpeedConfig):
     """Memory and speed, where all weights are trained."""
 
-    # Seconds that a process waits for the others before it ends the run
-    ddp_timeout: Free[Annotated[float, within(at_least=1, below=10**7)]] = 1800.0
-    # Write checkpoints in the background; training waits for a copy to the host's memory only
+    # Write checkpoints in the background; training waits only for a copy to host memory
     async_save: Free[bool] = False
 
 
@@ -217,16 +210,15 @@ class EvaluationConfig:
     """Evaluation and best weights."""
 
     # Optimizer steps between evaluations; None: an epoch. Below 1, a share of the run: 0.05
-    # evaluates every 20 steps (1 / 0.05), 20 times in a run of more than 400 steps, and twice in a
-    # short one. One more comes before training (not for images) and one at its end.
+    # evaluates every 20 steps, or 20 times in a run of more than 400 steps, and at least twice. One
+    # more comes before training and one at its end.
     eval_steps: Free[Steps[int | float | None]] = 0.02
-    # final/ holds the weights of the evaluation that was best by this metric, which is any eval_*
-    # value of the log, without eval_; none: the last weights. Lower is better if a word of its name
-    # is loss, perplexity, error, errors, distance, bits, nll, mae, mse, rmse, wer or cer; else
-    # higher.
-    # If not given, images take accuracy, or map (mean average precision) with several labels.
+    # final/ holds the weights with the best value of this metric: any eval_* value of the log,
+    # without eval_; none: the last weights. Lower is better if a word of its name is loss,
+    # perplexity, error, errors, distance, bits, nll, mae, mse, rmse, wer or cer; else higher. If
+    # not given, images take accuracy, or map (mean average precision) with several labels
     metric_for_best_model: str | None = "loss"
-    # Stop after so many evaluations without a better one; 0: never
+    # Stop after so many evaluations without improvement; 0: never
     early_stopping_patience: CountOrZero = 0
     # Evaluate and save a moving average of the weights with this decay a step; 0: off
     ema_decay: BelowOne = 0.0
@@ -246,20 +238,19 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Output and checkpoints."""
 
-    # Folder of the run; a run that is there continues; if not given, a new
-    # outputs/<template>/<time>
+    # Folder of the run; a run in it continues. If not given, a new outputs/<template>/<time>
     output_dir: Free[Path | None] = None
-    # Optimizer steps between checkpoints. Below 1, a share of the run: 0.05 saves every 20 steps
-    # (1 / 0.05), and 20 times in a run of more than 400 steps. One more comes at the end.
+    # Optimizer steps between checkpoints. Below 1, a share of the run: 0.05 saves every 20 steps,
+    # or 20 times in a run of more than 400 steps. One more comes at the end.
     save_steps: Free[Steps[int | float]] = 0.01
-    # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
+    # Checkpoints to keep, besides the best; the oldest goes once a new one is safe on disk
     save_total_limit: Free[Count] = 2
-    # Checkpoint to start from; if not given, the newest valid one in output_dir
+    # Checkpoint of another folder to start from, while output_dir has none of its own
     resume_from_checkpoint: Free[Path | None] = None
-    # Settings that may differ from the checkpoint's although they change what the model learns;
-    # also data and base
+    # Names of settings that may differ from the checkpoint although they affect learning; also
+    # data, base and replicas
     allow_changed: Free[tuple[str, ...]] = ()
-    # Before the first step: the longest batch forward and backward, a save and a load
+    # Before the first step, try the longest batch, an evaluation, a save and a load
     dress_rehearsal: Free[bool] = False
 
     def every(self, total_steps: int) -> int:
@@ -274,13 +265,13 @@ class LogConfig:
     # Tracker that Accelerate knows (wandb, tensorboard, mlflow, trackio, ...), or none;
     # metrics.jsonl is always written
     report_to: Free[str] = "wandb"
-    # Project of the tracker; if not given, the template's name
+    # Project in the tracker; if not given, the template's name
     project_name: Free[str | None] = None
     run_name: Free[str | None] = None  # Name of the run in W&B; if not given, the run folder's name
-    # Optimizer steps between logged values, which are means over them (the first step has its own);
-    # if not given, 10, and fewer in a run of under 200
+    # Optimizer steps between log lines, whose values are means over them; if not given, 10, or
+    # fewer in a run of under 200 steps
     logging_steps: Free[Count | None] = None
-    # Write down which samples each step used, in audit/ of the run's folder
+    # Record the samples of each step, for `python -m shared audit OUTPUT_DIR`
     audit_data: Free[bool] = False
     # Trace three steps after the first six, write profile.json, and print what took long
     profile: Free[bool] = False

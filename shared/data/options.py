@@ -17,23 +17,21 @@ class DataConfig:
     """Data."""
 
     # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file
-    # is one text.
+    # is one text
     train_file: Free[tuple[str, ...]] = ()
-    # The same, to validate on; if not given, a part of the training data is held out.
+    # Validation data, given like train_file; if not given, part of the training data is held out
     validation_file: Free[tuple[str, ...]] = ()
-    # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with
-    # mix_weights, several.
+    # Dataset on the Hub, or a folder that `datasets` loads, in place of train_file; with
+    # mix_weights, several
     dataset_name: Free[tuple[str, ...]] = ()
-    # Mix sources: a number for each value of train_file, dataset_name or train_dir, in any unit.
-    # They are shares of the training samples: images, rows of conversations, sequences of text. A
-    # source is used up before a sample of it repeats.
+    # Shares of a mixture's sources in the training samples, in any unit: one for each value of
+    # train_file, dataset_name or train_dir
     mix_weights: tuple[Positive, ...] = ()
-    dataset_config_name: Free[str | None] = None  # Configuration of dataset_name.
-    train_split_name: Free[str] = "train"  # Split of dataset_name to train on.
-    # Split of dataset_name to validate on; if not given, a part of the training split is held out.
+    dataset_config_name: Free[str | None] = None  # Configuration of dataset_name
+    train_split_name: Free[str] = "train"  # Split of dataset_name to train on
+    # Split of dataset_name to validate on; if not given, part of the training split is held out
     validation_split_name: Free[str | None] = None
-    # Per cent of the data held out to validate on: of records by their numbers alone, of few long
-    # texts their end.
+    # Percentage of the training data to hold out if no validation data is named
     validation_split_percentage: Percentage = 5.0
 
     def __post_init__(self) -> None:

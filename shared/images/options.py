@@ -15,29 +15,27 @@ class ImageConfig(DataConfig):
 
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
 
-    # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with
+    # Folder of class folders, or with such folders in train/ and val/ (or validation/); with
     # mix_weights, several
     train_dir: Free[tuple[Path, ...]] = ()
-    # Class folders to validate on; if not given, a part of each class is held out
+    # Class folders to validate on; if not given, part of each class is held out
     validation_dir: Free[Path | None] = None
-    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the
-    # file's folder. Or tars of WebDataset's samples, or of class folders
+    # Lists (CSV, TSV, JSON, Parquet) with a label and a path, relative to the list, in each record;
+    # or tar files of class folders or in WebDataset's form
     train_file: Free[tuple[str, ...]] = ()
-    # Per cent of each class held out, where no validation data is named
+    # Percentage of each class to hold out if no validation data is named
     validation_split_percentage: Percentage = 15.0
-    # Split to validate on; if not given, validation, val or valid, if present
+    # Split of dataset_name to validate on; if not given, validation, val or valid, if present
     validation_split_name: Free[str | None] = None
     # Column of the image; if not given, image, img, image_path, path, file_name, filename, file,
     # jpg, jpeg, png or webp
     image_column: str | None = None
     # Column of the label; if not given, label, labels, class, fine_label, target or cls
     label_column: str | None = None
-    # multi_label: an image has any number of labels, or none: a list in the column of the label, or
-    # text such as cat|dog. If not given, single_label; data that look like multi_label are then an
-    # error.
+    # multi_label: an image has any number of labels, as a list or as text such as cat|dog. If not
+    # given, single_label
     problem_type: Literal["single_label", "multi_label"] | None = None
-    # Leave out images that cannot be read, and count them. If not given, they are an error. All
-    # images are read once before training
+    # Leave out damaged images; else they are an error. All images are read once before training
     skip_bad_images: Free[bool] = False
 
     def __post_init__(self) -> None:
@@ -73,25 +71,23 @@ class ImageConfig(DataConfig):
 class RecipeConfig:
     """Augmentation and regularisation of images."""
 
-    # Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long
-    # training
+    # Least share of the image's area in a training crop; if not given, 0.35; usual in long
+    # training: 0.08
     crop_min_scale: PositiveShare | None = None
-    # Probability of a mirrored training image; if not given, 0.5
+    # Probability that a training image is mirrored; if not given, 0.5
     horizontal_flip: Share | None = None
     # RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
-    random_erasing: Share = 0.0  # Probability of a rectangle wiped out (arXiv 1708.04896)
-    # Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for
-    # ViTs
+    random_erasing: Share = 0.0  # Probability that a rectangle is erased (arXiv 1708.04896)
+    # Blend pairs of images by shares from Beta(alpha, alpha); 0: off; usual: 0.2, for ViTs 0.8
     mixup_alpha: PositiveOrZero = 0.0
-    # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets
-    # one of the two
+    # Paste boxes between pairs of images; 0: off; usual: 1. With mixup, each image gets one of the
+    # two
     cutmix_alpha: PositiveOrZero = 0.0
-    # Share of each target spread over all classes; multi_label: taken half of yes and half of no.
-    # If not given, 0.1, and 0 for multi_label
+    # Share of each target spread over all classes; if not given, 0.1, or 0 for multi_label
     label_smoothing: Share | None = None
-    # balanced: weigh each image inversely to how often its class occurs; multi_label: weigh each
-    # yes of a class by its number of images without it for one with it
+    # balanced: weigh images inversely to the frequency of their class; multi_label: weigh a yes by
+    # the ratio of images without the class to those with it
     class_weights: Literal["none", "balanced"] = "none"
 
     @property

@@ -20,13 +20,13 @@ PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forwa
 class ModelConfig:
     """Model."""
 
-    # Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B.
+    # Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B
     model_preset: str = "3M"
-    # Architecture on the Hub or in a folder, with random weights, in place of model_preset.
+    # Architecture on the Hub or in a folder, with random weights, in place of model_preset
     config_name: str | None = None
-    # Model on the Hub or in a folder whose weights to continue from, in place of model_preset.
+    # Model on the Hub or in a folder to continue from, in place of model_preset
     model_name_or_path: str | None = None
-    # Changes to the architecture: hidden_size=256,num_hidden_layers=4.
+    # Changes to the architecture, such as hidden_size=256,num_hidden_layers=4
     config_overrides: str | None = None
 
     def __post_init__(self) -> None:
@@ -44,29 +44,22 @@ class ModelConfig:
 class AdapterConfig:
     """LoRA adapters."""
 
-    # Rank of the adapters.
-    lora_r: Count = 16
-    # Scale: updates are multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
+    lora_r: Count = 16  # Rank of the adapters
+    # Scale of the adapters: updates are multiplied by alpha / r, with use_rslora by alpha / sqrt(r)
     lora_alpha: Count = 32
-    # Dropout on the adapters' inputs.
-    lora_dropout: BelowOne = 0.0
-    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer that
-    # text passes through but the head and the routers of experts.
+    lora_dropout: BelowOne = 0.0  # Dropout on the adapters' inputs
+    # Layers that get adapters, by names or ends of names; all-linear: every linear layer for text
+    # except the head and the routers of experts
     lora_target_modules: tuple[str, ...] = ("all-linear",)
-    # all-linear includes the experts, also fused ones. Off: they stay as they are.
-    lora_experts: bool = True
-    # Modules that are trained and saved whole, such as lm_head.
-    modules_to_save: tuple[str, ...] = ()
-    # Scale by alpha / sqrt(r), which keeps high ranks stable.
-    use_rslora: bool = False
-    # Learn magnitude and direction apart.
-    use_dora: bool = False
-    # Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new
-    # ones are refused.
+    lora_experts: bool = True  # Let all-linear include experts, also fused ones
+    modules_to_save: tuple[str, ...] = ()  # Modules to train and save whole, such as lm_head
+    use_rslora: bool = False  # Scale by alpha / sqrt(r), which keeps high ranks stable
+    use_dora: bool = False  # Train magnitude and direction separately (DoRA)
+    # Adapter to continue from; it keeps its rank, alpha, dropout and target modules
     adapter_name_or_path: str | None = None
-    # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
+    # Also write merged/, the base (dequantised) with the adapter merged in
     merge_adapter: Free[bool] = False
-    # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
+    # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA
     load_in_4bit: bool = False
 
     def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:

@@ -24,18 +24,19 @@ from shared.process.errors import ConfigError
 class Strategy:
     """Plain PyTorch: one process, DDP, FSDP2, HSDP, tensor parallelism, a pipeline.
 
-    Subclasses are `parallel.zero.DeepSpeed` and `training.sync.Replicas`. Nothing else asks which
-    of them runs. All ranks call the same methods in the same order.
+    Subclasses: `parallel.zero.DeepSpeed`, `models.sequence_parallel.SequenceParallel` and
+    `training.sync.Replicas`. Nothing else asks which of them runs. All ranks call the same methods
+    in the same order.
 
     Attributes:
         title: name of the strategy in the error of `require`.
         lacks: features that it does not have, as `require` names them.
         group: the process group whose ranks share one model; None: all ranks.
-        agreed: the weights that evaluations, checkpoints and final/ have, where each rank trains
-            its own; else None: those of the model.
-        prefix: begins the names of weights and optimizer state in checkpoints, where each rank has
-            its own; else empty.
-        apart: how many train apart, for checkpoints; empty where all train together.
+        agreed: the weights of evaluations, checkpoints and final/, if replicas train apart. None:
+            the model's own.
+        prefix: begins the names of weights and optimizer state in checkpoints, if each rank has its
+            own; else empty.
+        apart: a text for checkpoints that says how many replicas train apart; else empty.
         can_skip: whether an update that is not finite can be skipped.
     """
 
@@ -111,7 +112,7 @@ class Strategy:
         return norm
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
-        """A bool on the device: whether `finite`, another, is true on all ranks of `group`."""
+        """Whether `finite`, a bool on the device, is true on all ranks of `group`: such a bool."""
         if self.accelerator.num_processes == 1:
             return finite
         least = finite.int()
@@ -173,7 +174,7 @@ class Strategy:
         step: int,
         read: Callable[[dict[str, torch.Tensor]], None],
     ) -> bool:
-        """Set what `gather` gave. False where that is nothing.
+        """Load what `gather` names, through `read`. False if that is nothing.
 
         Args:
             read: fills tensors, whole ones, by name from the checkpoint.

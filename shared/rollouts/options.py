@@ -10,13 +10,10 @@ from shared.text.options import Length, RecordsConfig
 class PromptConfig(RecordsConfig):
     """Prompts, and what their answers are checked with."""
 
-    # Column of the prompt, a text or a list of messages; all others reach the reward function. If
-    # not given, prompt, messages, question or problem
+    # Column of the prompt, a text or messages; if not given, prompt, messages, question or problem
     prompt_column: str | None = None
-    # Message that comes before a prompt; needs a chat template
-    system_prompt: str | None = None
-    # Tokens of a prompt at most; longer ones are left out, and counted
-    seq_length: Length = 512
+    system_prompt: str | None = None  # System message before each prompt; needs a chat template
+    seq_length: Length = 512  # Tokens of a prompt, at most; longer ones are left out and counted
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 One format for all strategies: the trainable parameters, the buffers and the optimizer's state as
 safetensors (see `tensors`). Everything else is JSON. Learning rate, order of samples and random
-numbers depend on the step alone, so only the step is saved.
+numbers are not saved, because they depend on the step alone.
 """
 
 import contextlib
@@ -156,8 +156,8 @@ class Checkpointer:
         return tensors
 
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every
-        rank calls this.
+        """Write `checkpoint-<step>`, commit it, then prune old ones: see `_prune`. Every rank calls
+        this.
 
         Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync,
         rename, fsync of the parent, prune. Killed at any point, the checkpoints before it are what
@@ -279,7 +279,7 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest up to `step` and that of step `best`.
+        """Keep the newest --save_total_limit up to `step`, and that of step `best`.
 
         What this run has not written, as its manifest says, stays. One that was found damaged does
         not count, and goes.

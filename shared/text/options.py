@@ -15,7 +15,7 @@ class TextConfig(DataConfig):
     """Text."""
 
     eval_samples: Free[int] = 256  # Validation samples that one evaluation uses, at most
-    # Processes that tokenise; if not given, one a processor.
+    # Processes that tokenise; if not given, one per processor
     preprocessing_num_workers: Free[int | None] = None
 
 
@@ -24,16 +24,16 @@ class LabelledTextConfig(DataConfig):
     """Texts with labels."""
 
     text_column: str | None = None  # Column of the text; if not given, text or sentence
-    text_pair_column: str | None = None  # Column of a second text, for sentence pairs
+    text_pair_column: str | None = None  # Column of a second text, for pairs of texts
     label_column: str | None = None  # Column of the label; if not given, label or labels
-    # One class a text, several or none, or a number; if not given: lists are multi_label, numbers
-    # with fractions are regression, anything else is single_label
+    # One class a text, several, or a number; if not given: lists are multi_label, numbers with
+    # fractions are regression, anything else is single_label
     problem_type: Literal["single_label", "multi_label", "regression"] | None = None
-    # Tokens of a text, or of both of a pair, at most; longer ones are cut, and counted
+    # Tokens of a text or a pair, at most; longer ones are truncated and counted
     seq_length: Length = 256
-    # Per cent of each class held out, where no validation data is named
+    # Percentage of each class to hold out if no validation data is named
     validation_split_percentage: Percentage = 10.0
-    # Processes that tokenise; if not given, one a processor
+    # Processes that tokenise; if not given, one per processor
     preprocessing_num_workers: Free[int | None] = None
 
 
@@ -41,23 +41,20 @@ class LabelledTextConfig(DataConfig):
 class CorpusConfig(TextConfig):
     """Text and tokenizer."""
 
-    # Validation samples that one evaluation uses, at most; with --streaming, what is held out
+    # Validation samples that one evaluation uses, at most; with streaming, so many are held out
     eval_samples: int = 256
-    text_column: str = "text"  # Column or key that holds the text.
-    # Documents of one sequence do not attend to each other; off: each token sees all before it,
-    # also of other documents.
-    isolate_documents: bool = False
-    # Read and tokenise as training goes, and keep nothing on disk; see shuffle_window.
+    text_column: str = "text"  # Column or key of the text
+    isolate_documents: bool = False  # Keep documents in one sequence from attending to each other
+    # Read and tokenise during training, and keep nothing on disk; see shuffle_window
     streaming: bool = False
-    # With --streaming: shuffle the sequences within windows of so many. 0 keeps the order of the
-    # source.
+    # With streaming: sequences to shuffle at a time; 0: the order of the source
     shuffle_window: CountOrZero = 0
     # Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on
-    # the text.
+    # the text
     tokenizer_name: Free[str | None] = None
-    # Tokens of the BPE that is trained when there is no tokenizer; 256 of them are bytes.
+    # Tokens of the BPE that is trained if there is no tokenizer, 256 of them bytes
     vocab_size: Annotated[int, within(at_least=300)] = 4096
-    preprocess_only: Free[bool] = False  # Prepare tokenizer and tokens, then exit.
+    preprocess_only: Free[bool] = False  # Prepare tokenizer and tokens, then exit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,21 +76,20 @@ class CorpusConfig(TextConfig):
 class RecordsConfig(TextConfig):
     """Records of text."""
 
-    # Tokens of one row at most; longer samples are cut, and counted; plain text makes as many
-    # samples as it takes.
+    # Tokens of one row, at most; longer samples are truncated and counted, plain text is split
     seq_length: Length = 1024
-    max_train_samples: Count | None = None  # Use the first records only.
+    max_train_samples: Count | None = None  # Use only so many of the first records
 
 
 @dataclass(frozen=True)
 class SamplesConfig(RecordsConfig):
     """Samples of text, each at most a row."""
 
-    # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped
-    # by length; auto: on if the model can keep them apart.
+    # Fill rows with several samples that cannot see each other; off: one padded sample a row; auto:
+    # on if the model can keep them apart
     packing: Literal["auto", "on", "off"] = "auto"
-    # Columns to ignore although they change what an answer means: images, label, chosen, ...; else
-    # they are refused.
+    # Columns to ignore although they change what an answer means, such as label or chosen; the run
+    # refuses any that you do not name
     allow_unused_columns: Free[tuple[str, ...]] = ()
 
 
@@ -101,8 +97,8 @@ class SamplesConfig(RecordsConfig):
 class ChatConfig(SamplesConfig):
     """Conversations, or prompts with completions, or text."""
 
-    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn
-    # only, or all. The first two leave out turns with "weight": 0.
+    # Tokens that the loss counts: every assistant turn (or the completion), the last one only, or
+    # all tokens. Turns with "weight": 0 count only with all
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
 
 

@@ -13,19 +13,20 @@ from shared.process.errors import ConfigError
 class SyncConfig:
     """How data-parallel replicas agree."""
 
-    # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before
-    # all agree on weights; 1: they agree on the gradient of every step
+    # Optimizer steps that each replica (a process of ddp.yaml, a group of hsdp.yaml) takes alone
+    # between agreements on the weights; 1: agree on the gradient of each step
     sync_every: Count = 1
-    # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
+    # Learning rate of the outer optimizer, which moves the agreed weights; 1 with momentum 0: local
+    # SGD
     outer_learning_rate: Positive = 0.7
-    outer_momentum: BelowOne = 0.9  # Nesterov momentum of the agreed weights
-    # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
+    outer_momentum: BelowOne = 0.9  # Nesterov momentum of the outer optimizer
+    # Steps that replicas train on while an agreement is on its way; 0: they wait for it
     sync_delay: CountOrZero = 0
-    # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0
-    # without a delay, else 0.5
+    # Share of its own weights that a replica keeps at an agreement; if not given, 0, or 0.5 with a
+    # delay
     sync_alpha: BelowOne | None = None
     sync_fragments: Count = 1  # Parts in which the weights are sent, at different steps
-    sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Type in which they are sent
+    sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Precision in which they are sent
 
     def __post_init__(self) -> None:
         given = [
