@@ -190,7 +190,9 @@ def build_model(
             [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
         )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(architecture, classes, **options), classes
+    return image_classifier.from_scratch(
+        architecture, classes, image_size=image_size, **options
+    ), classes
 
 
 def prepare_model(
@@ -265,7 +267,8 @@ def save_final(
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task = "image-classification"
-        load = evaluation.usage(f'pipeline("{task}", model="final")')
+        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )
