@@ -22,6 +22,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    compare_versions,
     set_seed,
 )
 from torch import nn
@@ -125,7 +126,9 @@ def start(
             "fp16 needs a GPU, and none is in use: launch on one, or with `--mixed_precision no`"
         )
     if accelerator.device.type == "cuda":
-        if accelerator.mixed_precision == "no":  # fp32 is asked for: TF32 in matrix products
+        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by
+        # matrix products, and TF32 cannot tell the position 2049 from 2048.
+        if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
             torch.set_float32_matmul_precision("high")
         # not on a T4, say
         better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
