@@ -127,6 +127,7 @@ from shared.models.blocks import compile_images, set_gradient_checkpointing
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
+from shared.models.resolution import at_resolution
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.run import exits
@@ -190,9 +191,8 @@ def build_model(
             [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
         )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(
-        architecture, classes, image_size=image_size, **options
-    ), classes
+    model = image_classifier.from_scratch(architecture, classes, **options)
+    return at_resolution(model, image_size), classes
 
 
 def prepare_model(

@@ -10,6 +10,7 @@ from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForImageClassification,
 )
 
@@ -19,6 +20,7 @@ from shared.models.classifier import load_classifier, name_classes
 from shared.models.hub import from_architecture, from_hub
 from shared.models.resolution import at_resolution
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
@@ -59,16 +61,13 @@ def of_classifier(config: Any) -> Any:
     return config
 
 
-def from_scratch(config: Any, classes: tuple[str, ...], *, image_size: int, **options: Any) -> Any:
-    """A classifier of these classes with random weights, which takes images of `image_size`
-    pixels.
-    """
+def from_scratch(config: Any, classes: tuple[str, ...], **options: Any) -> Any:
+    """A classifier of these classes with random weights."""
     config = of_classifier(config)
     name_classes(config, classes)
-    model = from_architecture(
+    return from_architecture(
         AutoModelForImageClassification, config, dtype=torch.float32, **options
     )
-    return at_resolution(model, image_size)
 
 
 def load_pretrained(
@@ -83,11 +82,16 @@ def load_pretrained(
     own = from_hub(AutoConfig, name)
     config = of_classifier(own)
     config.problem_type = None
-    if config is not own:  # a tower's file does not say that it is part of a model
-        options["key_mapping"] = {r"^(vision_model\.)?": "vision_model."}
-    model, classes = load_classifier(
-        AutoModelForImageClassification, name, config, classes, heads, **options
-    )
+    if config is own:
+        model, classes = load_classifier(
+            AutoModelForImageClassification, name, config, classes, heads, **options
+        )
+    else:
+        model = from_scratch(config, classes, **options)
+        model.vision_model = from_hub(
+            AutoModel, name, use_safetensors=True, dtype=torch.float32, **options
+        )
+        note(f"{name}: a new head for {len(classes)} classes (on resume the checkpoint has it)")
     return at_resolution(model, image_size), classes
 
 

@@ -33,7 +33,7 @@ from shared.models import classifier, image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import heads
 from shared.models.image_classifier import from_scratch, load_pretrained
-from shared.models.resolution import resample
+from shared.models.resolution import at_resolution, resample
 from shared.process.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")
@@ -219,7 +219,7 @@ def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, 
 
 @pytest.mark.parametrize("name", ["vit", "clip", "timm"])
 def test_random_weights_take_another_size(name):
-    model = from_scratch(MADE[name](), CLASSES, image_size=48)
+    model = at_resolution(from_scratch(MADE[name](), CLASSES), 48)
     assert model(pixel_values=torch.zeros(1, 3, 48, 48)).logits.shape == (1, 3)
 
 
