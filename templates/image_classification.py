@@ -128,6 +128,7 @@ from shared.models.blocks import compile_images, set_gradient_checkpointing
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
+from shared.models.resolution import at_resolution
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.run import exits
@@ -191,7 +192,8 @@ def build_model(
             [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
         )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(architecture, classes, **options), classes
+    model = image_classifier.from_scratch(architecture, classes, **options)
+    return at_resolution(model, image_size), classes
 
 
 def prepare_model(
@@ -266,7 +268,8 @@ def save_final(
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task = "image-classification"
-        load = evaluation.usage(f'pipeline("{task}", model="final")')
+        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
         )

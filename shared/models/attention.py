@@ -5,6 +5,7 @@ transformers reads masks and positions from the device, to find padding and docu
 says it on the host.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -297,7 +298,10 @@ def find_kernel(device: torch.device) -> Kernel | None:
         return None
     from torch.nn.attention.varlen import varlen_attn  # this import takes seconds
 
-    return partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
+    causal = partial(varlen_attn, window_size=(-1, 0))
+    # torch 2.11 has no such flag
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(causal, enable_gqa=True) if has_flag else causal
 
 
 def use_kernel(kernel: Kernel | None) -> None:

@@ -1,16 +1,26 @@
-"""Image classifiers: made or loaded, frozen backbones, export."""
+"""Image classifiers: made or loaded, frozen backbones."""
 
+import inspect
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+)
 
+from shared.models import pooled_head
 from shared.models.blocks import heads
 from shared.models.classifier import load_classifier, name_classes
 from shared.models.hub import from_architecture, from_hub
+from shared.models.resolution import at_resolution
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
@@ -28,8 +38,32 @@ def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
     return in_16_bits and convolutions > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
+def of_classifier(config: Any) -> Any:
+    """The config of a classifier for the config of any vision model.
+
+    A vision tower, such as CLIPVisionModel, has its class of classifiers through the config of the
+    whole model. A model that transformers has no such class of gets one here, if it has pooled
+    features.
+    """
+    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return config
+    whole: Any
+    for whole in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        if whole.sub_configs.get("vision_config") is type(config):
+            return whole(vision_config=config.to_dict())
+    model: Any = MODEL_MAPPING.get(type(config), None)
+    if getattr(model, "main_input_name", "") == "pixel_values" and "WithPooling" in str(
+        inspect.signature(model.forward).return_annotation
+    ):
+        name = model.__name__.removesuffix("Model") + pooled_head.SUFFIX
+        made = getattr(pooled_head, name)
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.register(type(config), made, exist_ok=True)
+    return config
+
+
 def from_scratch(config: Any, classes: tuple[str, ...], **options: Any) -> Any:
     """A classifier of these classes with random weights."""
+    config = of_classifier(config)
     name_classes(config, classes)
     return from_architecture(
         AutoModelForImageClassification, config, dtype=torch.float32, **options
@@ -39,24 +73,26 @@ def from_scratch(config: Any, classes: tuple[str, ...], **options: Any) -> Any:
 def load_pretrained(
     name: str, classes: tuple[str, ...], *, image_size: int, **options: Any
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """A classifier of these classes with the weights of `name`, and the order in which it scores
-    them.
-
-    Args:
-        image_size: height and width in pixels. timm resamples position embeddings for it.
+    """A classifier of these classes with the weights of `name`, which takes images of `image_size`
+    pixels, and the order in which it scores the classes.
 
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing.
     """
-    config = from_hub(AutoConfig, name)
+    own = from_hub(AutoConfig, name)
+    config = of_classifier(own)
     config.problem_type = None
-    model, classes = load_classifier(
-        AutoModelForImageClassification, name, config, classes, heads, **options
-    )
-    if hasattr(getattr(model, "timm_model", None), "set_input_size"):
-        model.timm_model.set_input_size(img_size=(image_size, image_size))
-        model.config.model_args = (model.config.model_args or {}) | {"img_size": image_size}
-    return model, classes
+    if config is own:
+        model, classes = load_classifier(
+            AutoModelForImageClassification, name, config, classes, heads, **options
+        )
+    else:
+        model = from_scratch(config, classes, **options)
+        model.vision_model = from_hub(
+            AutoModel, name, use_safetensors=True, dtype=torch.float32, **options
+        )
+        note(f"{name}: a new head for {len(classes)} classes (on resume the checkpoint has it)")
+    return at_resolution(model, image_size), classes
 
 
 def freeze_backbone(model: nn.Module) -> None:

@@ -193,9 +193,9 @@ class Pipeline:
         if not self.is_last:
             decoder.norm = _Through()
             model.set_output_embeddings(_Through())
-        stage = PipelineStage(self.part, number, ranks, self.device, group=self.group)
+        self.stage: Any = PipelineStage(self.part, number, ranks, self.device, group=self.group)
         self.schedule = Schedule1F1B(
-            stage, n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
+            self.stage, n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -250,4 +250,9 @@ class Pipeline:
         self.part.eval()
         loss = self._pass(self.schedule.eval, batches)
         self.part.train()
+        # PyTorch 2.11 receives without gradients once it has evaluated
+        for received in self.stage.args_recv_info.values():
+            for info in received:
+                if isinstance(getattr(info, "buffer", None), torch.Tensor):
+                    info.buffer.requires_grad_(True)
         return loss

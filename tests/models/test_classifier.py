@@ -1,10 +1,11 @@
-"""Heads, BatchNorm, preprocessing, mixed images and export, on tiny models made here."""
+"""Heads, resolutions, BatchNorm, preprocessing and mixed images, on tiny models made here."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -13,8 +14,10 @@ from torch import nn
 from transformers import (
     AutoModelForImageClassification,
     BitImageProcessor,
+    CLIPConfig,
     ConvNextConfig,
     ConvNextImageProcessor,
+    DeiTConfig,
     ResNetConfig,
     SwinConfig,
     ViTConfig,
@@ -29,7 +32,8 @@ from shared.images.processor import ToModel, image_processor
 from shared.models import classifier, image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import heads
-from shared.models.image_classifier import load_pretrained
+from shared.models.image_classifier import from_scratch, load_pretrained
+from shared.models.resolution import at_resolution, resample
 from shared.process.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")
@@ -159,28 +163,91 @@ def test_a_backbone_with_missing_weights_is_refused_by_name(tmp_path, damage):
 # Resolution ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_timm_model_of_one_size_takes_another_and_is_saved_with_it(tmp_path):
-    """All but the position embeddings stays, and what is saved is loaded by transformers as it was."""
+def test_position_embeddings_are_resampled_as_timm_does():
+    layers = pytest.importorskip("timm.layers")
+    embeddings = torch.randn(1, 2 + 16, 8)
+    expected = layers.resample_abs_pos_embed(embeddings, [6, 6], [4, 4], num_prefix_tokens=2)
+    torch.testing.assert_close(resample(embeddings, torch.empty(1, 2 + 36, 8), 36), expected)
+    torch.testing.assert_close(resample(embeddings[0], torch.empty(2 + 36, 8), 36), expected[0])
+
+
+def of_timm():
     pytest.importorskip("timm")
     from transformers import TimmWrapperConfig
 
     options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
     config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
     classifier.name_classes(config, CLASSES)
+    return config
+
+
+def of_clip():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = CLIPConfig(vision_config={"image_size": 32, "patch_size": 8, **sizes})
+    classifier.name_classes(config, CLASSES)
+    return config
+
+
+def of_deit():
+    return DeiTConfig(**architecture("vit").to_dict() | {"architectures": ["DeiTForImageClassification"]})
+
+
+MADE = {"vit": lambda: architecture("vit"), "deit": of_deit, "clip": of_clip, "timm": of_timm}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, capsys):
+    """All but the position embeddings stays, and what is saved is loaded by transformers as it was."""
     torch.manual_seed(0)
-    made = AutoModelForImageClassification.from_config(config)
+    made = AutoModelForImageClassification.from_config(MADE[name]())
     made.save_pretrained(tmp_path / "32")
     same, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=32)
     assert all(torch.equal(value, made.state_dict()[key]) for key, value in same.state_dict().items())
+    assert "resampled" not in capsys.readouterr().err
     model, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=48)
+    said = "the position embeddings are resampled for images of 48 x 48 pixels"
+    assert name == "timm" or said in capsys.readouterr().err
     before, after = made.state_dict(), model.state_dict()
     (changed,) = (key for key, value in after.items() if not torch.equal(value, before.get(key, value[:0])))
-    assert "pos" in changed and after[changed].shape[1] == 1 + 36
+    assert "pos" in changed and after[changed].shape[-2] == 36 + (2 if name == "deit" else 1)
     model.save_pretrained(tmp_path / "48")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "48").eval()
     images = torch.randn(2, 3, 48, 48)
     with torch.no_grad():
         torch.testing.assert_close(again(pixel_values=images).logits, model.eval()(pixel_values=images).logits)
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "timm"])
+def test_random_weights_take_another_size(name):
+    model = at_resolution(from_scratch(MADE[name](), CLASSES), 48)
+    assert model(pixel_values=torch.zeros(1, 3, 48, 48)).logits.shape == (1, 3)
+
+
+def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
+    config = architecture("vit")
+    config.image_size = [32, 32]  # as no repository of the Hub has it
+    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48"):
+        load_pretrained(str(tmp_path), CLASSES, image_size=48)
+
+
+# Vision towers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "vision_model."])  # of transformers now, and of published files
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_vision_tower_gets_the_classifier_of_its_whole_model(kind, prefix, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = getattr(transformers, f"{kind}VisionConfig")(image_size=16, patch_size=4, **sizes)
+    tower = getattr(transformers, f"{kind}VisionModel")(config)
+    tower.save_pretrained(tmp_path)
+    weights = {key.removeprefix("vision_model."): w for key, w in load_file(tmp_path / "model.safetensors").items()}
+    save_file({prefix + key: w for key, w in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = load_pretrained(str(tmp_path), CLASSES, image_size=16)
+    assert type(model).__name__ == f"{kind}ForImageClassification"
+    found = model.vision_model.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in weights.items())
 
 
 # Freezing ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, pipeline
 
 from shared.process.errors import ConfigError
@@ -230,6 +233,70 @@ def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures,
     assert classify.model.config.label2id == {"cat": 0, "dog": 1, "owl": 2}
     files = {path.name for path in tmp_path.iterdir()}
     assert {"confusion_matrix.png", "evaluation.json", "curves.png", "final", "config.yaml", "metrics.jsonl"} <= files
+
+
+def vision_models() -> dict[str, tuple]:
+    """Models as they are published, none of them a classifier, and their processors."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    of_images = {"patch_size": 4, **sizes}
+    stages = {"hidden_sizes": [8, 8, 16, 24], "depths": [1, 1, 1, 1]}
+    squares = transformers.SiglipImageProcessor(size={"height": 16, "width": 16})
+    return {
+        "dinov3": (transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**of_images)), squares),
+        "convnext": (transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**stages)), squares),
+        "clip": (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=16, **of_images)), squares),
+    }
+
+
+@pytest.mark.slow
+def test_a_model_without_a_head_gets_one_and_the_line_of_its_card_loads_it(tmp_path):
+    """In another process, with transformers alone."""
+    for kind in range(3):
+        for number in range(12):
+            paint(tmp_path / f"data/{'train' if number < 8 else 'val'}/{kind}/{number}.png", kind, number, (40, 40))
+    flags = ("--train_dir", tmp_path / "data", "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--crop_pct", 1)
+    flags += ("--max_steps", 2, "--learning_rate", 0.01, "--dataloader_num_workers", 0, "--metric_for_best_model", "none")
+    torch.manual_seed(0)
+    expected = {}
+    for name, (model, processor) in vision_models().items():
+        folder = tmp_path / name
+        model.save_pretrained(folder / "model")
+        processor.save_pretrained(folder / "model")
+        args = (*flags, "--model_name_or_path", folder / "model", "--image_size", 32 if name == "convnext" else 16)
+        trained = run_here_and_read(folder, args)
+        expected[name] = trained.last("eval_loss")
+        before, after = (load_file(folder / part / "model.safetensors") for part in ("model", "final"))
+        same = [torch.equal(weight, after[key]) for key, weight in before.items() if key in after]
+        assert name == "clip" or (same and not all(same)), name
+        if name == "dinov3":  # goes on from there without the code in that folder
+            again = (
+                *args,
+                "--model_name_or_path",
+                folder / "final",
+                "--output_dir",
+                folder / "again",
+                "--learning_rate",
+                1e-9,
+            )
+            assert run_here_and_read(folder / "again", again).last("eval_loss") == pytest.approx(expected[name], rel=1e-5)
+    paths = sorted(map(str, tmp_path.glob("data/val/*/*.png")))
+    code = f"""import json, os
+answers = {{}}
+for name in {list(expected)}:
+    os.chdir({str(tmp_path)!r} + "/" + name)
+    usage = open("final/README.md").read().split("```python")[1].split("```")[0]
+    exec(usage)
+    answers[name] = classify({paths}, top_k=3)
+print(json.dumps(answers))"""
+    env = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name, answers in json.loads(done.stdout).items():
+        scores = [
+            {a["label"]: a["score"] for a in of_one}[path.split("/")[-2]]
+            for path, of_one in zip(paths, answers, strict=True)
+        ]
+        assert -np.log(scores).mean() == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize(
