@@ -18,34 +18,34 @@ from tools.new import closure
 # advice on what is cut, cards that answer, the worst answers: answers, data, process, run, text, and each template.
 FOLDERS = {
     "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
-    "commands": 6_100,
+    "commands": 4_300,
     "config": 3_700,
-    "data": 20_000,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
+    "data": 15_300,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
-    "images": 9_300,
+    "images": 8_100,
     "models": 21_800,
-    "parallel": 7_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
-    "process": 4_100,  # start.py and cache_dir came from config, record_end from run
-    "rollouts": 3_600,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 23_000,  # 2026-11-28: tuned.py came from dpo.py
-    "text": 23_100,
-    "training": 6_600,  # flags of replicas came from config; a step may take batches that the template made
-    "vision": 6_600,  # 2026-11-28: images in conversations
+    "parallel": 6_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
+    "process": 3_600,  # start.py and cache_dir came from config, record_end from run
+    "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
+    "run": 19_100,  # 2026-11-28: tuned.py came from dpo.py
+    "text": 21_000,
+    "training": 6_500,  # flags of replicas came from config; a step may take batches that the template made
+    "vision": 6_100,  # 2026-11-28: images in conversations
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 88_100,
-    "full_finetune": 86_600,
-    "grpo": 86_000,  # 2026-11-28: new
-    "image_classification": 67_900,
-    "lora_finetune": 90_000,
-    "pretrain": 75_900,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 69_000,
-    "text_classification": 78_400,
+    "dpo": 88_500,
+    "full_finetune": 86_900,
+    "grpo": 86_300,  # 2026-11-28: new
+    "image_classification": 68_200,
+    "lora_finetune": 90_300,
+    "pretrain": 76_400,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 69_300,
+    "text_classification": 78_600,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
