@@ -6,12 +6,9 @@ r"""Let a causal language model learn from rewards for its own answers: GRPO and
 
 Each step samples answers to some prompts and rewards them by `rewards` below. Answers that did
 better than others to the same prompt become more likely. GRPO: Shao et al., arXiv 2402.03300.
-Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Choices made here:
-
-- Groups whose rewards are all equal teach nothing and are left out, not sampled again as in DAPO.
-- There is no KL penalty by default, as in Dr. GRPO and DAPO.
-- Answers are sampled at temperature 1, from the distribution that is trained.
-- An answer that --max_new_tokens cut is rewarded for what is there.
+Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Here, groups of equal
+rewards are left out, not sampled again, and by default there is no KL penalty. An answer that
+--max_new_tokens cuts is rewarded for what is there.
 """
 
 import re
