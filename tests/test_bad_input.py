@@ -77,7 +77,7 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ": not UTF-8 text; save it as UTF-8"),
         ("a.jsonl", LINES + b'{"text": "a\n', ":41: not valid JSON ("),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
         ("a.csv", b"text,n\n" + b"a,1\n" * 30 + b"b\n", ":32: not as many fields as the header has"),
@@ -162,10 +162,10 @@ def test_archives_are_not_unpacked(attempt, tmp_path):
 @pytest.mark.parametrize(
     ("template", "flag", "message"),
     [
-        ("pretrain", "--model_name_or_path", "FILE: no such folder here, and "),
-        ("lora_finetune", "--adapter_name_or_path", "FILE: no such folder here, and "),
+        ("pretrain", "--model_name_or_path", "FILE: no such folder"),
+        ("lora_finetune", "--adapter_name_or_path", "FILE: no such folder"),
         ("lora_finetune", "--output_dir", "--output_dir FILE: cannot be written"),
-        ("image_classification", "--train_dir", "--train_dir FILE: no such folder"),
+        ("image_classification", "--train_dir", "--train_dir or --validation_dir FILE: no such folder"),
     ],
 )
 def test_a_file_where_a_folder_is_expected(attempt, tmp_path, template, flag, message):

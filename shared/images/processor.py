@@ -1,5 +1,6 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
+import os
 from typing import Any
 
 import torch
@@ -35,11 +36,11 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     if name is not None:
         try:
             own = from_hub(AutoImageProcessor, name)
-        except ConfigError as error:
-            note(
-                f"warning: {name} has no image processor that can be used, so ImageNet's mean and "
-                f"deviation are: {error}"
-            )
+        except ConfigError:
+            # it is there, but of no use
+            if os.path.exists(os.path.join(name, "preprocessor_config.json")):
+                raise
+            note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     mean = list(IMAGENET_DEFAULT_MEAN)
     std = list(IMAGENET_DEFAULT_STD)
     resample = Image.Resampling.BICUBIC

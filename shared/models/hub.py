@@ -53,6 +53,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         and os.path.isfile(os.path.join(name, "adapter_config.json"))
     ):
         raise ConfigError(_AN_ADAPTER.format(name=name))
+    if str(name).startswith(("/", ".")) and not is_folder:
+        raise ConfigError(f"{name}: no such folder")
     final = os.path.join(name, "final")
     if os.path.isdir(final) and not os.path.exists(os.path.join(name, "config.json")):
         raise ConfigError(f"{name}: a run's folder; what it trained is in {final}")

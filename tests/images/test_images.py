@@ -563,12 +563,21 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
-        ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
-        ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
+        (
+            {"image": "a.png", "label": None},
+            "the label is null, expected a name or a number; --problem_type multi_label takes lists and name|name",
+        ),
+        (
+            {"image": "a.png", "label": ""},
+            "the label is empty, expected a name or a number; --problem_type multi_label takes lists and name|name",
+        ),
+        (
+            {"image": "a.png", "label": 1.5},
+            "the label is a float, expected a name or a number; --problem_type multi_label takes lists and name|name",
+        ),
         (
             {"image": "a.png", "label": ["x"]},
-            "the label is a list, expected a name or a number; --problem_type multi_label takes lists",
+            "the label is a list, expected a name or a number; --problem_type multi_label takes lists and name|name",
         ),
         (
             {"image": "a.png", "label": "x|y"},
@@ -710,7 +719,10 @@ def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
         ([("1.png", picture(0))], "/1: an image without a label: neither 1.cls, 1.json nor a class folder"),
         ([("1.json", b"{"), ("1.png", picture(0))], "/1.json: cannot be read ("),
         ([("1.json", b'{"a": 1}'), ("1.png", picture(0))], "/1: no column label, labels, "),
-        ([("1.cls", b""), ("1.png", picture(0))], "/1: the label is empty, expected a name or a number"),
+        (
+            [("1.cls", b""), ("1.png", picture(0))],
+            "/1: the label is empty, expected a name or a number; --problem_type multi_label takes lists and name|name",
+        ),
         ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
         ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
         ([("a/1.txt", b"")], ": no images in it (.apng, .avif, "),

@@ -195,7 +195,7 @@ def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
     in_turn = {
         "evaluation:term@3#1": 0,  # the evaluation is broken off, and made after the resume
         "micro_batch:usr@6#0": 3,
-        "save.shard:term#1": 5,  # noted while it saves step 4
+        "save.shard:term#1": 6,  # noted while it saves step 4, sent after step 5
     }
     for fault, step in in_turn.items():
         stopped = with_fault("pretrain", folder, fault, *given, processes=2)
@@ -207,7 +207,7 @@ def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "step"),
     [
-        ("micro_batch:term@1#1", 1),
+        ("micro_batch:term@1#1", 2),  # nothing waits for the device after step 1: agreed on in the next
         ("micro_batch:term@16#1", 8),  # in the last step
         ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
         ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for

@@ -540,7 +540,7 @@ def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
     assert (len(train), len(validation)) == (28, 2)
-    assert train.fingerprint == "9b8418d7baa24b43"
+    assert train.fingerprint == "2fd8e10299f0d05a"
 
 
 def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
