@@ -41,7 +41,7 @@ TEMPLATES = {
     "dpo": 88_100,
     "full_finetune": 86_600,
     "grpo": 86_000,  # 2026-11-28: new
-    "image_classification": 67_900,
+    "image_classification": 68_000,
     "lora_finetune": 90_000,
     "pretrain": 75_900,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 69_000,
