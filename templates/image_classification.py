@@ -128,6 +128,7 @@ from shared.models.blocks import compile_images, set_gradient_checkpointing
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
+from shared.models.pooled_head import PooledHead
 from shared.models.resolution import at_resolution
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
@@ -268,7 +269,7 @@ def save_final(
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task = "image-classification"
-        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        own_code = ", trust_remote_code=True" * isinstance(whole, PooledHead)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(
             run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"

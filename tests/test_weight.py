@@ -24,8 +24,8 @@ FOLDERS = {
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
-    "images": 8_100,
-    "models": 21_800,
+    "images": 8_200,
+    "models": 21_900,
     "parallel": 6_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 3_600,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
@@ -39,10 +39,10 @@ FOLDERS = {
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
     "dpo": 88_500,
-    "full_finetune": 86_900,
-    "grpo": 86_300,  # 2026-11-28: new
-    "image_classification": 68_200,
-    "lora_finetune": 90_300,
+    "full_finetune": 87_000,
+    "grpo": 86_400,  # 2026-11-28: new
+    "image_classification": 68_300,
+    "lora_finetune": 90_400,
     "pretrain": 76_400,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 69_300,
     "text_classification": 78_600,

@@ -5,6 +5,7 @@ A saved model has a copy of this file beside its weights, so this file imports n
 project.
 """
 
+import shutil
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ class PooledHead:
     DINOv3ViTModel)`.
     """
 
-    _auto_class = "AutoModelForImageClassification"  # save_pretrained copies this file
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         width = config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size
@@ -32,6 +31,13 @@ class PooledHead:
         """pixel_values [batch, 3, height, width] -> logits [batch, num_labels]."""
         features = super().forward(pixel_values, **options).pooler_output  # type: ignore[misc]
         return ImageClassifierOutput(logits=self.classifier(features))
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:
+        """As transformers', with a copy of this file, in which the class is found."""
+        name = type(self).__name__.removeprefix("FSDP")  # transformers would copy FSDP's file
+        self.config.auto_map = {f"AutoModel{SUFFIX}": f"pooled_head.{name}"}  # type: ignore[attr-defined]
+        super().save_pretrained(folder, **options)  # type: ignore[misc]
+        shutil.copy(__file__, folder)
 
 
 def __getattr__(name: str) -> Any:

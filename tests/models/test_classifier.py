@@ -250,6 +250,17 @@ def test_a_vision_tower_gets_the_classifier_of_its_whole_model(kind, prefix, tmp
     assert all(torch.equal(found[key], weight) for key, weight in weights.items())
 
 
+def test_a_sharded_model_with_a_head_of_ours_is_saved_as_a_whole_one(tmp_path):
+    """fully_shard gives the model a class of its own, in a module of PyTorch."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = from_scratch(transformers.DINOv3ViTConfig(patch_size=4, **sizes), CLASSES)
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {"__module__": "torch.distributed.fsdp"})
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", "pooled_head.py"}
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["auto_map"] == {"AutoModelForImageClassification": "pooled_head.DINOv3ViTForImageClassification"}
+
+
 # Freezing ------------------------------------------------------------------------------------------------------------
 
 
