@@ -46,6 +46,7 @@ def of_digits(config: Any) -> Any:
     folder = prepared.build_once(cache_dir() / "demo-digits-2", write_demo)
     return configs.replace(
         config,
+        demo_images=False,  # from here on these are data and a model like any others
         model_name_or_path=str(folder / "model"),
         train_file=(str(folder / "train.jsonl"),),
         validation_file=(str(folder / "validation.jsonl"),),

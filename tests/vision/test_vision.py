@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoProcessor
@@ -29,6 +30,7 @@ from shared.vision.loaders import see_images
 from shared.vision.options import VisionConfig
 from shared.vision.processing import ImageProcessor
 from tests.conftest import run, run_here, slow
+from tests.run.test_evaluate import evaluated
 from tests.vision_models import FAMILIES, make
 
 SIZES = [(60, 40), (30, 90), (112, 112)]
@@ -426,6 +428,10 @@ def test_killed_and_resumed_bit_for_bit(base, one_process, tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_learns_to_read_digits(tmp_path):
-    result = run("full_finetune", tmp_path / "run", "--demo_images", "--max_steps", 120)
+    flags = ("--demo_images", "--max_steps", 120, "--metric_for_best_model", "none")
+    result = run("full_finetune", tmp_path / "run", *flags)
     assert result.last("eval_exact_match") > 0.3, result.output
     assert "--train_vision all trains 300,384 parameters" in result.output
+    (held_out,) = yaml.safe_load((result.folder / "config.yaml").read_text())["validation_file"]
+    again = evaluated(result.folder, "--test_file", held_out, "full_finetune", "--eval_answers", 64)
+    assert again["exact_match"] == [pytest.approx(result.last("eval_exact_match"), abs=2e-4)]
