@@ -8,6 +8,7 @@ run = setup.start(train, fingerprint="...", total_steps=100)
 """
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -304,14 +305,15 @@ class Setup:
         metric = config.evaluation.metric_for_best_model
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
-        lines = {
-            "run on": launch.strategy(self.accelerator),
+        own = {name.replace("_", " "): value for name, value in rows.items()}
+        lines: dict[str, Any] = {"run on": launch.strategy(self.accelerator), **own}
+        lines |= {
             "batch": launch.batch_line(config.batch, self.accelerator, samples),
             "budget": f"{total_steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),
         }
-        lines |= {name.replace("_", " "): value for name, value in rows.items()}
+        lines |= own  # which may describe its batches, or optimizers, itself
         lines["by default"] = "; ".join(self._chosen) or None
-        lines["output"] = f"{self.dir}; summary.txt there says more"
+        lines["output"] = f"{os.path.relpath(self.dir)}; summary.txt there says more"
         summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")
