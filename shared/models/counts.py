@@ -1,6 +1,7 @@
 """Parameters and floating-point operations of a model, and the peak of GPUs."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,19 +110,34 @@ def experts_of(config: Any) -> tuple[Any, Any]:
     return experts, active
 
 
-def _attention_size(text: Any, seq_length: float) -> float:
-    """Width times tokens that a token sees, summed over the layers of softmax attention."""
-    heads = getattr(text, "num_attention_heads", 0)
-    size = getattr(text, "head_dim", None) or text.hidden_size / max(1, heads)
+def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.Module]:
+    """The outermost modules of softmax attention, by their classes' names. Linear attention and
+    Mamba have none.
+    """
+    last = "."
+    for name, module in model.named_modules():
+        is_attention = re.search(
+            r"(?<!Linear)(?<!Delta)(?<!Lightning)(?<!RwkvSelf)(Attention|MLA)$",
+            type(module).__name__,
+        )
+        if is_attention and not name.startswith((*outer, last)):
+            last = f"{name}."
+            yield module
+
+
+def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
+    """Width times tokens that a token sees, of one layer."""
+    types = getattr(text, "layer_types", None)
+    index = getattr(attention, "layer_idx", None)
+    # without types, a window is that of all layers
+    kind = types[index] if types and index is not None else "sliding"
+    window = getattr(text, "sliding_window", None) if "sliding" in kind else None
+    window = getattr(text, "attention_chunk_size", None) if "chunked" in kind else window
+    size = getattr(attention, "head_dim", None) or getattr(text, "head_dim", None)
     if getattr(text, "qk_head_dim", None):  # latent attention: keys are wider than values
         size = (text.qk_head_dim + text.v_head_dim) / 2
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    window = min(window or seq_length, seq_length)
-    # without types, a window is that of all layers
-    types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    seen = {"full_attention": seq_length, "attention": seq_length}
-    seen |= {"sliding_attention": window, "chunked_attention": window}
-    return heads * size * sum(seen.get(kind, 0) for kind in types)
+    width = text.num_attention_heads * size if size else text.hidden_size
+    return width * min(window or seq_length, seq_length)
 
 
 def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
@@ -161,4 +177,6 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
             share = active / experts
         if parameter not in looked_up and not name.startswith(outer):
             total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
-    return total + 12.0 * _attention_size(text, seq_length)
+    return total + 12.0 * sum(
+        _attention_size(layer, text, seq_length) for layer in _attention_layers(model, outer)
+    )
