@@ -208,7 +208,13 @@ def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config)
         ("pretrain", "deepspeed_zero2", "no", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
         ("lora_finetune", "tensor_parallel", "no", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
         slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit does not work with tensor"),
-        slow("full_finetune", "deepspeed_zero2", "no", ("--weights_dtype", "bf16"), "under DeepSpeed only --optim adamw works, on fp32 weights"),
+        slow(
+            "full_finetune",
+            "deepspeed_zero2",
+            "no",
+            ("--weights_dtype", "bf16"),
+            "under DeepSpeed only --optim adamw works, on fp32 weights",
+        ),
         slow("pretrain", "tensor_parallel", "fp8", (), "tensor parallelism does not work with fp8"),
     ],
 )
