@@ -70,16 +70,16 @@ class SequenceParallel(Strategy):
         whole: Any = without_adapters(self.accelerator.unwrap_model(model))
         config = whole.config.get_text_config()
         count = ranks.sequence_ranks()
-        if config._attn_implementation != "sdpa":
-            return f"its attention is {config._attn_implementation}, not sdpa"
+        if parts_that_choose(whole):
+            return "it chooses the tokens that it sees from the whole row"
+        if getattr(config, "attn_temperature_tuning", False):  # by the local place
+            return "its attention is scaled by a token's place in the row"
         parameters = str(getattr(config, "rope_parameters", None) or {})
         for name in LENGTH_DEPENDENT:
             if f"'{name}'" in parameters:
                 return f"its {name} positions depend on a row's length"
-        if getattr(config, "attn_temperature_tuning", False):  # by the local place
-            return "its attention is scaled by a token's place in the row"
-        if parts_that_choose(whole):
-            return "it chooses the tokens that it sees from the whole row"
+        if config._attn_implementation != "sdpa":
+            return f"its attention is {config._attn_implementation}, not sdpa"
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, config.vocab_size, (2, 8 * count), generator=generator)
         one = {"input_ids": tokens, "labels": tokens}
