@@ -296,9 +296,9 @@ def _checked(messages: Messages, where: str) -> Messages:
             )
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(
-                f"{where}: content of message {number} is {kind(parts)} (its keys: "
-                f"{', '.join(message)}), expected text or parts of type text (images are seen if "
-                "one of the first 100 records has one)"
+                f"{where}: content of message {number} is {kind(parts)}, expected text or parts of "
+                f"type text; the message has {', '.join(message)} (images are seen if one of the "
+                "first 100 records has one)"
             )
         weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]
         if wrong := [weight for weight in weights if weight not in (0, 1)]:
