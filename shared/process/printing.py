@@ -103,7 +103,7 @@ def release_notes() -> None:
 def summary(
     title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
 ) -> None:
-    """Print the settings in force on the main rank, aligned, each in lines of 100 columns; then
+    """Print the settings in force on the main rank, aligned, each in two lines at most; then
     the notes.
 
     Args:
@@ -116,7 +116,10 @@ def summary(
     if file is not None and ranks.is_main_rank():
         everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
         file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
-    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * (width + 4))
+    indent = " " * (width + 4)
+    wrapper = textwrap.TextWrapper(
+        COLUMNS, subsequent_indent=indent, max_lines=2, placeholder=" ..."
+    )
     wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths, secrets
     print_main(title)
     for name, line in lines.items():
