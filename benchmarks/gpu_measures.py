@@ -750,30 +750,9 @@ def positions() -> dict[str, Any]:
     return {"passed": apart < 2e-3, "note": f"at most {apart:.1e} apart from fp64, up to position {length - 1}"}
 
 
-def error_of_attention(kernel: Any, heads: int, of_keys: int, size: int) -> float:
-    """The largest relative error of a kernel's result and gradients in bf16, against attention with a mask in fp32."""
-    from shared.models import attention
-    from shared.models.isolation import relative_error
-
-    rows, length = 2, 192
-    cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device())
-    module = SimpleNamespace(num_key_value_groups=heads // of_keys)
-    shapes = [(heads, length, size), (of_keys, length, size), (of_keys, length, size), (length, heads, size)]
-    *inputs, gradient = [torch.randn(rows, *shape, device=device()).bfloat16() for shape in shapes]
-
-    def results(kernel: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-        states = query, key, value = [tensor.to(dtype).requires_grad_() for tensor in inputs]
-        output, _ = attention.attend(kernel, module, query, key, value, cu_seqlens)
-        return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
-
-    pairs = zip(results(kernel, torch.bfloat16), results(None, torch.float32), strict=True)
-    return float(torch.tensor([relative_error(*pair) for pair in pairs]).max())  # NaN if one is
-
-
 def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
-    from shared.models.attention import find_kernel
-    from shared.models.isolation import MAX_ERROR
+    from shared.models.isolation import MAX_ERROR, error_of, find_kernel
 
     kernel = find_kernel(device())
     if kernel is None:
@@ -782,7 +761,7 @@ def packed_attention() -> dict[str, Any]:
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
     for many, of_keys, size in heads:
-        error = error_of_attention(kernel, many, of_keys, size)
+        error = error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
         if not error <= MAX_ERROR:
             wrong.append(f"{many}, {of_keys}, {size}: off by {error:.2g}")
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}

@@ -260,27 +260,31 @@ def attend(
         return attend_by_heads(
             attend_rows, module, states, attention_mask, scaling=scaling, **options
         )
-    if attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
-    if attention_mask.ndim == 1 and kernel is not None and _is_plain(**options):
-        dtype = computed_in(query.device, value.dtype)
-        states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
-        # The row length is an upper bound of the longest document: the exact one would cost a
-        # device sync and recompiles.
-        result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
-        return result.unflatten(0, (rows, length)), None
-    avoid_cudnn()
-    if attention_mask.ndim == 1:
-        attention_mask = mask_of(attention_mask, rows, length)
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **options
-    )
+    if kernel is None or attention_mask is None or not takes_kernel(attention_mask, **options):
+        if attention_mask is not None:
+            avoid_cudnn()
+            if attention_mask.ndim == 1:
+                attention_mask = mask_of(attention_mask, rows, length)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    dtype = computed_in(query.device, value.dtype)
+    states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
+    # The row length is an upper bound of the longest document: the exact one would cost a device
+    # sync and recompiles.
+    result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
+    return result.unflatten(0, (rows, length)), None
 
 
-def _is_plain(dropout: float = 0.0, **options: Any) -> bool:
-    """Whether a call of attention has nothing that the kernel does not support: dropout, a bias, a
-    soft cap or sinks change the result."""
-    return not dropout and all(
+def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any) -> bool:
+    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not
+    support.
+
+    Dropout, a bias, a soft cap or sinks change the result.
+    """
+    if mask is None or mask.ndim != 1 or dropout:
+        return False
+    return all(
         value is None or value is False or name in HARMLESS for name, value in options.items()
     )
 

@@ -1,10 +1,16 @@
 """The trial before training: whether packed documents see each other, and the fastest attention
 that keeps them apart."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import extract_model_from_parallel, gather_object
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
 
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
@@ -14,10 +20,17 @@ from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
-# Relative, of one product in 16 bits, against fp32. Of logits, errors of many blocks: 4 times.
+# Relative, of the kernel's results in 16 bits, against fp32. Of logits, errors of many blocks: 4
+# times.
 MAX_ERROR = 0.02
 # Relative, of logits in fp32: the same to the last digits if positions restart with a document.
 FP32_ERROR = 0.002
+
+# Packages that transformers imports with the models that they are for
+RECURRENT_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
+
+# query heads, key and value heads, query size, value size, compute dtype
+Heads = tuple[int, int, int, int, torch.dtype]
 
 
 @torch.no_grad()
@@ -32,8 +45,8 @@ def isolate_documents(
     tokens, all of which they choose, shows nothing.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost
-    grows with the square of the row length. The model's logits must be those with the mask, or the
-    mask stays.
+    grows with the square of the row length. It must give the same as the mask: results, gradients
+    and the model's logits are compared on this device. Otherwise the mask stays.
 
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
@@ -59,13 +72,16 @@ def isolate_documents(
         return False, f"off: {why}"
     apart = "documents kept apart by "
     if model.row_form.bounds:
-        apart += "kernels of recurrent layers, in others by "
-    if trial.whole.config.get_text_config()._attn_implementation != "sdpa":
+        kernels = [name for name in RECURRENT_KERNELS if name in sys.modules]
+        apart += f"{', '.join(kernels)} in recurrent layers, in others by "
+    if not trial.heads:
         return True, f"{apart}the model's own attention"
     kernel = find_kernel(device)
     if kernel is None:
         return True, f"{apart}an attention mask"
-    if why := trial.why_not_by(kernel):
+    # The kernel has to work on all ranks, because they run the forward together.
+    reasons = gather_object([_why_not(kernel, trial.heads, device)])
+    if why := next(filter(None, reasons), "") or trial.why_not_by(kernel):
         return True, f"{apart}an attention mask: {why}"
     return True, f"{apart}attention of variable lengths, without a mask"
 
@@ -76,6 +92,7 @@ class _Trial:
     Attributes:
         whole: the model without wrappers.
         masked: the packed rows' logits, with a mask.
+        heads: of the calls of SDPA in that forward.
         hint: why documents are not apart, if it is known.
     """
 
@@ -95,6 +112,7 @@ class _Trial:
         # The second document comes first, and sees nothing of what follows
         self.alone = {"input_ids": tokens.roll(8, 1)}
         self.masked: torch.Tensor
+        self.heads: set[Heads] = set()
         self.hint = ""
         self.autocasts = False
 
@@ -118,12 +136,18 @@ class _Trial:
                     raise
                 if isinstance(error, ValueError):  # transformers names the package that is missing
                     self.hint = f": {first_line(error)}"
+        if not self.hint and any(
+            isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
+        ):
+            self.hint = ": its recurrent layers carry a state from one to the next"
         return False
 
     def _is_apart(self) -> bool:
-        self.masked, changed, plain, alone = self._logits(
-            self.packed, self.changed, self.plain, self.alone
-        )
+        with _watched(None) as calls:
+            self.masked, changed, plain, alone = self._logits(
+                self.packed, self.changed, self.plain, self.alone
+            )
+        self.heads = {heads for heads, _ in calls}
         # What 16 bits do to the first document's logits, they may do to the second one's.
         # Accelerate's logits are fp32
         in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts
@@ -139,35 +163,26 @@ class _Trial:
     def why_not_by(self, kernel: Kernel) -> str:
         """Why the model's blocks cannot use the kernel; "" if they do from now on."""
         form = self.model.row_form
-        calls = 0
-
-        def counted(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return kernel(*args, **options)
-
         self.model.row_form = form._replace(by_kernel=True)
-        attention.use_kernel(counted)
         try:
-            found, changed = self._logits(self.packed, self.changed)
-            why = ""
-            if not calls:
-                why = "every block needs one (fp32, window, bias, dropout)"
+            with _watched(kernel) as calls:
+                found, changed = self._logits(self.packed, self.changed)
+            if not any(by_kernel for _, by_kernel in calls):
+                why = "every block needs one (window, bias, dropout)"
             elif (
                 not _see_the_same(found, changed)
                 or relative_error(found, self.masked) > 4 * MAX_ERROR
             ):
                 why = "without one the model's logits differ"
-        except (
-            Exception
-        ) as error:  # a kernel may raise anything on a device that it does not support
+            else:
+                attention.use_kernel(kernel)
+                return ""
+        except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
             end_step(self.model)
             if is_out_of_memory(error):
                 raise
             why = first_line(error)
-        attention.use_kernel(None if why else kernel)
-        if why:
-            self.model.row_form = form
+        self.model.row_form = form
         return why
 
     def _logits(self, *batches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -193,3 +208,70 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(
         (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
     )
+
+
+@contextlib.contextmanager
+def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
+    """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
+    calls: list[tuple[Heads, bool]] = []
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
+        dtype = attention.computed_in(query.device, value.dtype)
+        heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype)
+        calls.append((heads, attention.takes_kernel(attention_mask, **options)))
+        return attention.attend(kernel, module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register("sdpa", attend)
+    try:
+        yield calls
+    finally:
+        attention.use_kernel(None)
+
+
+@torch.enable_grad()
+def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
+    """The largest relative error of the kernel's result and gradients, against attention with a
+    mask in fp32."""
+    rows = 2
+    length = 192
+    cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device)
+    of_queries, of_keys, size, value_size, dtype = heads
+    module = SimpleNamespace(num_key_value_groups=of_queries // of_keys)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=generator).to(device, dtype)
+
+    inputs = [
+        random(of_queries, length, size),
+        random(of_keys, length, size),
+        random(of_keys, length, value_size),
+    ]
+    gradient = random(length, of_queries, value_size)
+
+    def results(kernel: Kernel | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        states = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        query, key, value = states
+        output, _ = attention.attend(kernel, module, query, key, value, cu_seqlens)
+        return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
+
+    with torch.autocast(device.type, enabled=False):
+        pairs = zip(results(kernel, dtype), results(None, torch.float32), strict=True)
+    # unlike max(), NaN if one is
+    return float(torch.tensor([relative_error(*pair) for pair in pairs]).max())
+
+
+def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
+    """Why blocks with these heads cannot use the kernel on this device; "" if they can."""
+    kinds = {heads for heads in kinds if heads[-1].itemsize == 2}
+    if not kinds:
+        return "attention in fp32 has no kernel for variable lengths"
+    try:
+        worst = max(error_of(kernel, heads, device) for heads in kinds)
+    except Exception as error:  # a kernel may raise anything on a device that it does not support
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    return "" if worst <= MAX_ERROR else f"the kernel is off by {worst:.2g}"

@@ -364,7 +364,8 @@ class FusedHead:
             dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix))
         )
         size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
-        size = max(1, size)
+        # of more copies of the logits
+        size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))
         # no fp32 copy
         size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1
         size -= size % 128 if size > 128 else 0  # a multiple of the tile size

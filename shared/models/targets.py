@@ -18,6 +18,7 @@ from shared.models.hub import from_architecture, from_hub
 from shared.models.loading import class_of, outer_parts, parts_that_choose
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     for name in [*as_module, *by_parameter]:
         if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
             reasons[name] = "PEFT would not load them"
+    in_16_bits = [
+        name for name in fused if not hasattr(modules[name.rpartition(".")[0]], "quant_states")
+    ]
+    if in_16_bits and adapter.load_in_4bit:
+        size = sum(parameters[name].numel() for name in in_16_bits)
+        note(f"the fused experts, {size:,} parameters, stay in 16 bits: no option quantises them")
     targets = [name for name in by_parameter if not reasons[name]]
     left_out = {
         reason: [name for name in reasons if reasons[name] == reason]

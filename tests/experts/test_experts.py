@@ -192,6 +192,15 @@ def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
     assert 0 < largest.numbers <= layer
 
 
+@pytest.mark.parametrize("family", ["step3p7", slow("llama4"), slow("longcat_flash")])
+def test_experts_that_4_bits_leave_out_are_counted(tmp_path, family, capsys):
+    whole = make(family, tmp_path).from_pretrained(tmp_path)
+    fused = sum(p.numel() for name, p in whole.named_parameters() if ".experts." in name and p.ndim == 3)
+    base = adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+    adapters.add_adapters(base, QLORA)
+    assert f"the fused experts, {fused:,} parameters, stay in 16 bits: no option quantises them" in capsys.readouterr().err
+
+
 def test_a_model_that_is_quantised_already_is_not_quantised_again(tmp_path):
     make("gpt_oss", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}

@@ -120,26 +120,28 @@ def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
         isolation.isolate_documents(model, CPU, 1000, 2, required=True)
 
 
+FLA, CONV, MAMBA = "causal_conv1d, fla", "causal_conv1d", "causal_conv1d, mamba_ssm"
 ONE_GROUP = {"mamba_n_groups": 1}  # as in their checkpoints: mamba_ssm norms each group, these models all of them
-PACKED_BY: dict[str, dict] = {
-    "qwen3_5": {},
-    "nemotron_h": {},
-    "lfm2": {},
-    "kimi_linear": {},
-    "qwen3_next": {},
-    "qwen3_5_moe": {},
-    "olmo_hybrid": {},
-    "lfm2_moe": {},
-    "bamba": ONE_GROUP,
-    "falcon_h1": ONE_GROUP,
-    "granitemoehybrid": ONE_GROUP,
+PACKED_BY = {
+    "qwen3_5": (FLA, {}),
+    "nemotron_h": (MAMBA, {}),
+    "lfm2": (CONV, {}),
+    "kimi_linear": (FLA, {}),
+    "qwen3_next": (FLA, {}),
+    "qwen3_5_moe": (FLA, {}),
+    "olmo_hybrid": (FLA, {}),
+    "lfm2_moe": (CONV, {}),
+    "bamba": (MAMBA, ONE_GROUP),
+    "falcon_h1": (MAMBA, ONE_GROUP),
+    "granitemoehybrid": (MAMBA, ONE_GROUP),
 }
 
 
 @pytest.mark.parametrize("family", [name if name == "qwen3_5" else slow(name) for name in PACKED_BY])
 def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_teach(tmp_path, family):
     """Kernels: stand-ins with the arguments of the real ones. Alone, transformers computes the layers without them."""
-    make(family, tmp_path / "base", **PACKED_BY[family])
+    kernels, changes = PACKED_BY[family]
+    make(family, tmp_path / "base", **changes)
     rng = random.Random(3)
     rows = [{"instruction": sentence(rng, 3), "output": sentence(rng, 4 * (i + 1))} for i in range(8)]
     file = tmp_path / "rows.jsonl"
@@ -153,7 +155,7 @@ def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_tea
     flags += ["--packing", "on", "--global_batch_size", whole, "--per_device_train_batch_size", whole]
     flags += ["--gradient_checkpointing", "full"]
     packed = run("lora_finetune", tmp_path / "packed", *flags, env={"PYTHONPATH": f"{ROOT}:{KERNELS}"})
-    assert "documents kept apart by kernels of recurrent layers, in others by" in packed.summary
+    assert f"documents kept apart by {kernels} in recurrent layers, in others by" in packed.summary
     assert "not installed" not in packed.output
     assert packed.losses == pytest.approx(alone.losses, rel=1e-4)
     for name, value in packed.weights().items():  # AdamW's first steps have the size of the rate, however small a gradient
