@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from shared.data.order import Order, permute
+from shared.data.order import DRAWN_AT_ONCE, Order, permute
 
 # samples after which the sources repeat their turns, at most; finer shares are rounded to it
 PERIOD = 2**16
@@ -91,20 +91,9 @@ class Mixture(Order):
 
     def keys(self, step: int) -> np.ndarray:
         size = self.global_batch_size
-        turn_of, before = turns(self.weights)
-        rounds, turn = np.divmod(np.arange(step * size, (step + 1) * size), len(turn_of))
-        keys = np.empty((size, 2), np.int64)
-        offset = 0
-        for source, (_, samples) in enumerate(self.sources):
-            mine = np.flatnonzero(turn_of[turn] == source)
-            drawn = rounds[mine] * before[-1, source] + before[turn[mine], source]
-            epochs, places = np.divmod(drawn, samples)
-            for epoch in np.unique(epochs).tolist():
-                now = epochs == epoch
-                shuffled = permute(places[now], samples, (self.seed, epoch, source))
-                keys[mine[now], 0] = offset + shuffled
-            keys[mine, 1] = epochs
-            offset += samples
+        steps = math.ceil(DRAWN_AT_ONCE / size)
+        first = step % steps * size
+        keys = _drawn(self, step // steps * steps * size, steps * size)[first : first + size]
         if self.lengths is not None:
             return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
         # else some rank might read one source only
@@ -143,3 +132,24 @@ def training_order(
     return Mixture(
         len(samples), global_batch_size, seed, sources=sources, weights=tuple(weights), **options
     )
+
+
+@lru_cache(maxsize=2)
+def _drawn(mixture: Mixture, start: int, count: int) -> np.ndarray:
+    """(index, epoch of its source) of a stretch of the run's samples: [count, 2] int64."""
+    turn_of, before = turns(mixture.weights)
+    rounds, turn = np.divmod(np.arange(start, start + count), len(turn_of))
+    keys = np.empty((count, 2), np.int64)
+    offset = 0
+    for source, (_, samples) in enumerate(mixture.sources):
+        mine = np.flatnonzero(turn_of[turn] == source)
+        drawn = rounds[mine] * before[-1, source] + before[turn[mine], source]
+        epochs, places = np.divmod(drawn, samples)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            shuffled = permute(places[now], samples, (mixture.seed, epoch, source))
+            keys[mine[now], 0] = offset + shuffled
+        keys[mine, 1] = epochs
+        offset += samples
+    keys.flags.writeable = False
+    return keys

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Subset
 
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
+DRAWN_AT_ONCE = 4096  # positions of an epoch, at least: many cost little more than one
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -61,6 +62,14 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
         while (outside := result >= np.uint64(size)).any():
             result[outside] = encrypt(result[outside])
     return result.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+    """`permute` of range(start, stop), read-only and cached for the steps that share it."""
+    result = permute(np.arange(start, stop), size, key)
+    result.flags.writeable = False
+    return result
 
 
 def is_validation(numbers: np.ndarray, percent: float, part: float = 1.0) -> np.ndarray:
@@ -114,8 +123,14 @@ class Order:
         global_batch_size] int64.
         """
         epoch, first = self.position(step)
-        index = np.arange(first, min(first + self.global_batch_size, self.num_samples))
-        return permute(index, self.num_samples, (self.seed, epoch)) if self.shuffle else index
+        last = min(first + self.global_batch_size, self.num_samples)
+        if not self.shuffle:
+            return np.arange(first, last)
+        drawn = self.global_batch_size * math.ceil(DRAWN_AT_ONCE / self.global_batch_size)
+        start = first // drawn * drawn
+        stop = min(start + drawn, self.num_samples)
+        stretch = permuted(self.num_samples, (self.seed, epoch), start, stop)
+        return stretch[first - start : last - start]
 
     def keys(self, step: int) -> np.ndarray:
         """(sample, epoch that it is used in) for `indices`: [<= global_batch_size, 2] int64."""

@@ -12,7 +12,7 @@ import torch
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
-from shared.data.order import IGNORED, Batch, Order, Row, permute
+from shared.data.order import IGNORED, Batch, Order, Row, permuted
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -182,11 +182,10 @@ class GroupedOrder(Order):
         stretch, batch = divmod(first // self.global_batch_size, self.GROUP)
         size = self.GROUP * self.global_batch_size
         stop = min((stretch + 1) * size, self.num_samples)
-        places = np.arange(stretch * size, stop)
-        chosen = permute(places, self.num_samples, (self.seed, epoch))
+        chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
         assert self.lengths is not None
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
         if batch < full:
-            batch = int(permute(np.array([batch]), full, (self.seed, epoch, stretch))[0])
+            batch = int(permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
         return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
