@@ -36,7 +36,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, Of, list[int]]]:
+def records_of_steps(run_dir: Path) -> dict[int, tuple[int, Of, list[int]]]:
     """(epoch, samples of an epoch or of each source, sorted samples of all ranks) of each step.
 
     Raises:
@@ -76,7 +76,7 @@ def check(run_dir: Path) -> Findings:
 
     The sources of a mixture have epochs of their own.
     """
-    steps = samples_of_steps(run_dir)
+    steps = records_of_steps(run_dir)
     findings = Findings(len(steps))
     missing = sorted(set(range(1, max(steps, default=0) + 1)) - set(steps))
     if missing:

@@ -437,7 +437,7 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     assert two.returncode == 0, two.output
     assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
     assert "warning: step 4: loss or gradient is not finite" in two.output
-    samples = audit.samples_of_steps(tmp_path / "two")[4][2]
+    samples = audit.records_of_steps(tmp_path / "two")[4][2]
     named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
     assert set(map(int, named.split(", "))) <= set(samples)
     assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
@@ -528,7 +528,7 @@ def test_two_processes_then_one_then_four(flags, tmp_path):
     assert last.manifest(STEPS)["world_size"] == 4
     assert "4 processes x 1 at once x 3 accumulated" in last.summary
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
+    assert audit.records_of_steps(folder) == audit.records_of_steps(tmp_path / "whole")
     rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
     assert rates[0] == rates[1]
 

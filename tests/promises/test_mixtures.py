@@ -19,7 +19,7 @@ SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 
 def samples_by_source(folder, first: int) -> list[Counter]:
     """Of each step, how many samples are of the first source (`first` samples) and how many of the second."""
-    return [Counter(sample < first for sample in samples) for _, _, samples in audit.samples_of_steps(folder).values()]
+    return [Counter(sample < first for sample in samples) for _, _, samples in audit.records_of_steps(folder).values()]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     again = run("lora_finetune", folder, *flags, processes=1)
     assert "at step 4" in again.output
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
-    rows = audit.samples_of_steps(folder)[1][1]  # rows that were packed from each source
+    assert audit.records_of_steps(folder) == audit.records_of_steps(tmp_path / "whole")
+    rows = audit.records_of_steps(folder)[1][1]  # rows that were packed from each source
     assert list(rows) == ["chats.jsonl", "few.jsonl"] and f"packed into {sum(rows.values())} rows" in whole.summary
     assert samples_by_source(folder, rows["chats.jsonl"]) == 8 * [Counter({True: 3, False: 1})]
     assert audit.check(folder).sources["few.jsonl"] == (8, few := rows["few.jsonl"])
