@@ -95,7 +95,12 @@ def _changed(url: str) -> ConfigError:
 
 
 def _download(url: str, version: Version, into: Path) -> None:
-    with into.open("wb") as file:
+    from tqdm import tqdm
+
+    with (
+        into.open("wb") as file,
+        tqdm.wrapattr(file, "write", version[0], leave=False, disable=None) as written,
+    ):
 
         def go_on() -> None:
             """Append what is missing: all of it, or what follows the place where a try broke."""
@@ -106,7 +111,7 @@ def _download(url: str, version: Version, into: Path) -> None:
                     file.seek(0)
                     file.truncate()
                 for block in response.iter_raw():
-                    file.write(block)
+                    written.write(block)
 
         _tried(url, go_on)
 
