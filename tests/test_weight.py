@@ -20,7 +20,7 @@ FOLDERS = {
     "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 4_300,
     "config": 3_700,
-    "data": 15_300,  # labels and the store of prepared data, before in text and images; 2026-11-28: parts of rows
+    "data": 15_500,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
@@ -29,7 +29,7 @@ FOLDERS = {
     "parallel": 6_200,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 3_600,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 19_100,  # 2026-11-28: tuned.py came from dpo.py
+    "run": 19_200,  # 2026-11-28: tuned.py came from dpo.py
     "text": 21_000,
     "training": 6_500,  # flags of replicas came from config; a step may take batches that the template made
     "vision": 6_100,  # 2026-11-28: images in conversations
@@ -38,14 +38,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 89_400,
-    "full_finetune": 87_900,
-    "grpo": 86_600,  # 2026-11-28: new
-    "image_classification": 68_400,
-    "lora_finetune": 91_300,
-    "pretrain": 77_300,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 69_400,
-    "text_classification": 78_900,
+    "dpo": 89_700,
+    "full_finetune": 88_100,
+    "grpo": 86_800,  # 2026-11-28: new
+    "image_classification": 68_700,
+    "lora_finetune": 91_600,
+    "pretrain": 77_500,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 69_700,
+    "text_classification": 79_100,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
