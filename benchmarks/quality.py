@@ -264,7 +264,7 @@ def make_texts(folder: Path, _: argparse.Namespace) -> None:
     records = [{"text": item["headline"], "label": item["topic"]} for item in news()]
     write_lines(folder / "train.jsonl", records[:1000])
     write_lines(folder / "validation.jsonl", records[1000:1200])
-    write_lines(folder / "held-out.jsonl", records[1200:])
+    write_lines(folder / "test.jsonl", records[1200:])
 
 
 def scored_texts(folder: Path, run: Path) -> Row:
@@ -272,7 +272,7 @@ def scored_texts(folder: Path, run: Path) -> Row:
 
     model = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     classes = [model.config.id2label[number] for number in range(model.config.num_labels)]
-    return score_texts(model, AutoTokenizer.from_pretrained(run / "final"), read_lines(folder / "held-out.jsonl"), classes)
+    return score_texts(model, AutoTokenizer.from_pretrained(run / "final"), read_lines(folder / "test.jsonl"), classes)
 
 
 def trainer_of_texts(options: argparse.Namespace) -> Row:
@@ -298,7 +298,7 @@ def trainer_of_texts(options: argparse.Namespace) -> Row:
     )
     trainer = Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer))
     trainer.train()
-    scores = score_texts(model.eval(), tokenizer, read_lines(folder / "held-out.jsonl"), classes)
+    scores = score_texts(model.eval(), tokenizer, read_lines(folder / "test.jsonl"), classes)
     return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
 
 
@@ -312,7 +312,7 @@ def make_chats(folder: Path, options: argparse.Namespace) -> None:
         for item in news()
     ]
     records = [{"messages": messages} for messages in asked]
-    write_lines(folder / "held-out.jsonl", records[:60])
+    write_lines(folder / "test.jsonl", records[:60])
     write_lines(folder / "validation.jsonl", records[80:144])
     write_lines(folder / "train.jsonl", records[144 : 144 + options.samples])
 
@@ -324,14 +324,14 @@ def scored_chats(folder: Path, run: Path) -> Row:
     base = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
     model: Any = PeftModel.from_pretrained(base, str(run / "final")).merge_and_unload().eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
-    return score_chats(model, tokenizer, read_lines(folder / "held-out.jsonl"))
+    return score_chats(model, tokenizer, read_lines(folder / "test.jsonl"))
 
 
 def scored_whole(folder: Path, run: Path) -> Row:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).eval()
-    return score_chats(model, AutoTokenizer.from_pretrained(folder / "smollm2"), read_lines(folder / "held-out.jsonl"))
+    return score_chats(model, AutoTokenizer.from_pretrained(folder / "smollm2"), read_lines(folder / "test.jsonl"))
 
 
 # What both of TRL's trainers get on a CPU: the batch on a device of its scripts, and no files.
@@ -375,7 +375,7 @@ def trl_of_chats(options: argparse.Namespace, *, adapters: bool = True) -> Row:
     model: Any = trainer.model
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
     model = model.merge_and_unload() if adapters else model
-    scores = score_chats(model.eval(), tokenizer, read_lines(folder / "held-out.jsonl"))
+    scores = score_chats(model.eval(), tokenizer, read_lines(folder / "test.jsonl"))
     return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
 
 
@@ -396,7 +396,7 @@ def make_pairs(folder: Path, options: argparse.Namespace) -> None:
                 "rejected": [{"role": "assistant", "content": other["headline"]}],
             }
         )
-    write_lines(folder / "held-out.jsonl", records[:100])
+    write_lines(folder / "test.jsonl", records[:100])
     write_lines(folder / "validation.jsonl", records[100:132])
     write_lines(folder / "train.jsonl", records[132 : 132 + options.samples])
 
@@ -409,7 +409,7 @@ def scored_pairs(folder: Path, run: Path) -> Row:
     base = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
     model: Any = PeftModel.from_pretrained(base, str(run / "final")).merge_and_unload().eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
-    return score_pairs(model, reference, tokenizer, read_lines(folder / "held-out.jsonl"))
+    return score_pairs(model, reference, tokenizer, read_lines(folder / "test.jsonl"))
 
 
 def trl_of_pairs(options: argparse.Namespace) -> Row:
@@ -437,7 +437,7 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
     trained: Any = trainer.model
     reference = AutoModelForCausalLM.from_pretrained(folder / "smollm2").eval()
     merged = trained.merge_and_unload().eval()
-    scores = score_pairs(merged, reference, tokenizer, read_lines(folder / "held-out.jsonl"))
+    scores = score_pairs(merged, reference, tokenizer, read_lines(folder / "test.jsonl"))
     return scores | {"steps": trainer.state.global_step}
 
 

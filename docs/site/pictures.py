@@ -29,7 +29,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "pictures"
-HELD_OUT = Path("evaluations/held-out")
+HELD_OUT = Path("evaluations/test")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run(template: str, folder: Path, news: Path) -> None:
         raise SystemExit(done.stdout)
     if template == "lora_finetune":
         test = ["python", "-m", "shared", "evaluate", str(folder), "--eval_answers", "10"]
-        test += ["--test_file", str(news / "held-out.jsonl"), "--", *command[:7]]
+        test += ["--test_file", str(news / "test.jsonl"), "--", *command[:7]]
         subprocess.run(test, cwd=ROOT, check=True, env=pipes["env"])
 
 
