@@ -176,7 +176,8 @@ def preference_loss(
 
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+    """How good an answer is: numbers by name. With --eval_answers, their means are logged as
+    eval_NAME. Edit it for your task.
 
     Args:
         record: the texts `prompt` and `reference` (the chosen answer), and the columns of the data

@@ -131,12 +131,12 @@ def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module
     return load_tuned(setup, tokenizer, int(train.lengths.max()) + 1 + setup.config.max_new_tokens)
 
 
-def advantages_of(config: Config, rewards: torch.Tensor) -> torch.Tensor:
-    """How much better each answer is than the others of its group: [prompts, group]."""
-    differences = rewards - rewards.mean(1, keepdim=True)
+def advantages_of(config: Config, totals: torch.Tensor) -> torch.Tensor:
+    """How much better each answer's reward is than its group's: [prompts, group], as `totals`."""
+    differences = totals - totals.mean(1, keepdim=True)
     if config.scale_rewards:
-        differences = differences / (rewards.std(1, keepdim=True) + 1e-4)
-    return torch.where(rewards.amax(1, True) > rewards.amin(1, True), differences, 0.0)
+        differences = differences / (totals.std(1, keepdim=True) + 1e-4)
+    return torch.where(totals.amax(1, True) > totals.amin(1, True), differences, 0.0)
 
 
 def policy_loss(config: Config, model: nn.Module, batch: Batch, log: Any = None) -> torch.Tensor:
@@ -149,10 +149,10 @@ def policy_loss(config: Config, model: nn.Module, batch: Batch, log: Any = None)
     old = batch["old"] if config.updates_per_rollout > 1 else policy.detach()
     ratio = (policy - old).exp()  # 1 in the first update, but with a gradient
     gain = ratio * batch["advantages"]
-    clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
-    losses = -torch.minimum(gain, clipped)
-    # of sampled tokens, minus their log-probability is the entropy in the mean
-    values = {"entropy": -old, "clipped": (gain > clipped).float()}
+    least = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
+    losses = -torch.minimum(gain, least)
+    # the mean of minus log p over sampled tokens estimates the entropy
+    values = {"entropy": -old, "clipped": (gain > least).float()}
     if reference is not None:
         values["kl"] = (reference - policy).exp() - (reference - policy) - 1  # k3, Schulman 2020
         # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
@@ -163,7 +163,7 @@ def policy_loss(config: Config, model: nn.Module, batch: Batch, log: Any = None)
 
 
 def evaluate(run: Run, model: nn.Module, held_out: Conversations, tokenizer: Any) -> None:
-    """Log the rewards of answers to validation prompts, the likeliest token at each place."""
+    """Log the rewards of answers to validation prompts, decoded greedily."""
     with run.evaluating(model):
         run.log_evaluation(log_answers(run, model, held_out, tokenizer, score))
 
@@ -182,13 +182,13 @@ def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> No
     """Sample and reward answers, unless those of the step before still count. Then one update."""
     config = run.config
     means: dict[str, float] = {}
-    if rollouts.begins(step.number):
-        rewarded, means = rollouts.sample(run, model, rewards)
-        advantages = advantages_of(config, rewarded)
+    if rollouts.needs_answers(step.number):
+        totals, means = rollouts.sample(run, model, rewards)
+        advantages = advantages_of(config, totals)
         means["equal_groups"] = (~advantages.any(1)).float().mean().item()
-        rollouts.tensors["advantages"][: advantages.numel()] = advantages.flatten()
+        rollouts.tensors["advantages"].copy_(advantages.flatten())
     batches, tokens, prompts = rollouts.micro_batches(step.number, config.normalise)
-    if config.updates_per_rollout > 1 and rollouts.begins(step.number):
+    if config.updates_per_rollout > 1 and rollouts.needs_answers(step.number):
         rollouts.note_old(model, batches)
     step.use(batches, tokens, prompts)
     step.log_means(**means)
@@ -202,7 +202,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "grpo")
     if config.data.is_demo:
         setup.set_defaults("the demo", global_batch_size=16, max_steps=60, max_new_tokens=3)
-    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
+    if config.model_name_or_path == str(demo.MODEL):  # stays, as it is set first
         setup.set_defaults("the demo's model", learning_rate=1e-3)
     config = setup.set_defaults("answers", max_new_tokens=512)
     tokenizer = load_tokenizer(config.model_name_or_path)

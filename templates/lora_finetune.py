@@ -107,7 +107,8 @@ def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.M
 
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """How good an answer is: numbers whose means are logged as eval_NAME. Edit it for your task.
+    """How good an answer is: numbers by name. With --eval_answers, their means are logged as
+    eval_NAME. Edit it for your task.
 
     Args:
         record: the texts `prompt` and `reference`, and the columns of the data that are not
@@ -121,8 +122,8 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples, and the scores of
-    answers to some.
+    """Log the loss per target token and the perplexity of the validation samples and, with
+    --eval_answers, the scores of the answers that the model gives to some of them.
     """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))

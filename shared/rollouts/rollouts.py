@@ -95,7 +95,8 @@ class Rollouts:
         for step in range(start, stop):
             number = step // self.updates
             # later updates read no new prompts
-            prompts = self.order.indices(number) if self.begins(step + 1) else np.zeros(0, np.int64)
+            is_new = self.needs_answers(step + 1)
+            prompts = self.order.indices(number) if is_new else np.zeros(0, np.int64)
             share = (self.share.rank, self.share.world_size, self.per_device)
             yield Window(
                 micro_batches=[],
@@ -119,7 +120,7 @@ class Rollouts:
 
     # Sampling -------------------------------------------------------------------------------------
 
-    def begins(self, step: int) -> bool:
+    def needs_answers(self, step: int) -> bool:
         """Whether optimizer step `step`, from 1, needs new answers."""
         return (step - 1) % self.updates == 0
 
@@ -205,23 +206,25 @@ class Rollouts:
         are all 0 are left out, unless there are no others.
 
         A batch is as of `packing.collate_padded`, and has for each of its targets, [targets] fp32:
-        `advantages`; `old`; and `weights`, which the number of tokens in all is divided by:
+        `advantages`; `old`; and `weights`, factors of the tokens' losses. Divided by the number of
+        tokens, the weighted sum is:
 
-        - token: 1, so that the loss is the mean over all tokens (DAPO);
-        - answer: so that it is the mean over answers of the mean over their tokens (GRPO);
-        - constant: so that it is the sum over tokens by the number of answers and max_new_tokens
-          (Dr. GRPO).
+        - token: the mean over all tokens (DAPO);
+        - answer: the mean over answers of the mean over their tokens (GRPO);
+        - constant: the sum divided by (answers x max_new_tokens) (Dr. GRPO).
 
         Args:
             normalise: token, answer or constant.
         """
         indices = self.order.indices((step - 1) // self.updates)
         prompts = [self.prompts.prompt(int(index))[0] for index in indices]
-        answers = self.tensors["answers"][: len(prompts) * self.group].numpy()
-        advantages = self.tensors["advantages"][: len(answers)].numpy()
+        answers = self.tensors["answers"].numpy()
+        advantages = self.tensors["advantages"].numpy()
         counts = (answers >= 0).sum(1)
-        differ = advantages.reshape(-1, self.group).any(1)
-        kept = np.flatnonzero(np.repeat(differ if differ.any() else ~differ, self.group))
+        is_kept = advantages.reshape(-1, self.group).any(1)
+        if not is_kept.any():
+            is_kept[:] = True
+        kept = np.flatnonzero(np.repeat(is_kept, self.group))
         lengths = counts[kept] + [len(prompts[row // self.group]) for row in kept]
         tokens = int(counts[kept].sum())
         weights = {
