@@ -217,9 +217,7 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
             base=run.config.model.model_name_or_path,
         )
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        (folder / "README.md").write_text(
-            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
-        )
+        run.write_card(folder, "Pretrained language model", data.about, load=load)
 
 
 def main(config: Config) -> None:

@@ -205,9 +205,7 @@ def save_final(run: Run, model: Any, data: Data) -> None:
         whole.config.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-        (folder / "README.md").write_text(
-            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
-        )
+        run.write_card(folder, "Pretrained language model", data.about, load=load)
 
 
 def main(config: Config) -> None:

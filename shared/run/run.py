@@ -314,13 +314,19 @@ class Run:
         """
         return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
 
-    def card(self, title: str, data: str, *, load: str, **front: str) -> str:
-        """The model card: data, code, launch, results before training and of the best evaluation,
-        settings. Main rank.
+    def write_card(self, folder: Path, title: str, data: str, *, load: str, **front: str) -> None:
+        """Write the model card: data, code, launch, results before training and of the best
+        evaluation, settings. Main rank.
+
+        Args:
+            folder: gets it as README.md.
+            title, data: of the model, and a line about its data.
+            load: lines of Python that load it.
+            front: metadata for the Hub.
         """
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
-        return model_card(
+        card = model_card(
             title,
             data,
             results,
@@ -329,6 +335,7 @@ class Run:
             load=load,
             **front,
         )
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""
