@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import secrets
-import shutil
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -29,7 +28,7 @@ from shared.parallel.gradients import local_part, reshard
 from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import first_line, is_out_of_memory
-from shared.process.files import commit, new_folder, remove
+from shared.process.files import commit, discard, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
@@ -204,12 +203,11 @@ class Checkpointer:
         folder = self.run_dir / ".tmp-gone-checkpoint-000000"
         self._save(TrainState(), folder)
         self.wait()
-        size: int = on_main(lambda: sum(file["size"] for file in verify(folder)["files"].values()))
-        self._load(folder, 0)
-        self.latest = None
+        manifest = on_main(partial(verify, folder))
+        self._load(folder, manifest)
         self.accelerator.wait_for_everyone()
-        on_main(lambda: remove(folder))
-        return size
+        on_main(partial(remove, folder))
+        return sum(file["size"] for file in manifest["files"].values())
 
     def wait(self) -> None:
         """Wait for a save in the background. Every rank calls this.
@@ -266,7 +264,7 @@ class Checkpointer:
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                discard(temporary)
             raise CheckpointError(f"{name} could not be saved: {'; '.join(problems)}")
         self.latest = folder
 
@@ -319,7 +317,7 @@ class Checkpointer:
         folder, manifest = found
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
-        self._load(folder, state.step)
+        self._load(folder, manifest)
         if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
             state.interval = []
@@ -384,16 +382,15 @@ class Checkpointer:
         """
         folder = self.run_dir / f"checkpoint-{step:06d}"
         try:
-            on_main(partial(verify, folder))
+            manifest = on_main(partial(verify, folder))
         except CheckpointError as error:
             print_main(f"warning: {error}; final/ holds the last weights, not the best")
             return False
-        self._load(folder, step)
+        self._load(folder, manifest)
         return True
 
-    def _load(self, folder: Path, step: int) -> None:
+    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = saved_tensors(folder)
-        facts = facts_of(folder)
 
         def fill(tensors: dict[str, torch.Tensor]) -> None:
             problem = ""
@@ -408,10 +405,10 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if self.strategy.scatter(self.trainable, step, fill):
+        if self.strategy.scatter(self.trainable, manifest["step"], fill):
             fill(_named("model.", self.buffers))
             return
-        if self.strategy.agreed and facts["replicas"] != self.strategy.apart:
+        if self.strategy.agreed and manifest["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
             fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
             self.strategy.begin_from_agreed()
@@ -420,13 +417,13 @@ class Checkpointer:
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         self._drop_unsaved(saved)
-        tensors = self._live(step, saved)
+        tensors = self._live(manifest["step"], saved)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if facts["world_size"] == self.accelerator.num_processes:
+        if manifest["world_size"] == self.accelerator.num_processes:
             for name in self._statistics():
                 own = f"rank{self.accelerator.process_index}.{name}"
                 if own in saved and not self.strategy.apart:
@@ -434,7 +431,7 @@ class Checkpointer:
         fill(tensors)
         if self.ema and begins:
             self.ema.begin()
-            print_main(f"the moving average begins at the weights of step {step}")
+            print_main(f"the moving average begins at the weights of step {manifest['step']}")
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
