@@ -5,8 +5,7 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,20 +21,6 @@ from shared.parallel.strategy import Strategy
 from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.training.options import SyncConfig
-
-
-@dataclass
-class Flight:
-    """The sum over replicas of what a fragment has moved, on its way."""
-
-    total: torch.Tensor  # [values of this rank's shards]
-    work: Any = None
-
-    def land(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.total
 
 
 class Replicas(Strategy):
@@ -88,7 +73,9 @@ class Replicas(Strategy):
         self.names: list[str] = []  # of the weights that are agreed on
         self.momentum: dict[str, torch.Tensor] = {}
         self.fragments: list[list[str]] = []  # these names
-        self.flights: dict[int, Flight] = {}  # by fragment
+        # by fragment: the sum over replicas of what it has moved ([values of this rank's shards]),
+        # and its all-reduce, if there are several
+        self.flights: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def prepare(
         self, model: nn.Module, optimizers: list[Any], options: OptimConfig
@@ -103,20 +90,20 @@ class Replicas(Strategy):
         self.agreed = WeightCopy(self.accelerator, model)
         self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
         self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
-        self.fragments = list(self._cut(self.options.sync_fragments))
+        self.fragments = self._cut(self.options.sync_fragments)
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
         return finite if self.group is None else super().everywhere(finite)
 
-    def _cut(self, fragments: int) -> Iterator[list[str]]:
+    def _cut(self, fragments: int) -> list[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
         numbers = [self.agreed.live[name].numel() for name in self.names]
         done = 0
-        parts = [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+        parts: list[list[str]] = [[] for _ in range(fragments)]
         for name, number in zip(self.names, numbers, strict=True):
             parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
             done += number
-        yield from parts
+        return parts
 
     def _sends(self, step: int, total_steps: int) -> list[int]:
         """The fragments that are sent after a step: each every `sync_every` steps, and evenly
@@ -163,15 +150,24 @@ class Replicas(Strategy):
         moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
         total = torch.cat(moved) if moved else torch.zeros(0, device=self.accelerator.device)
         total = total.to(self.dtype)
-        self.flights[part] = Flight(total)
+        work = None
         if self.across is not None and total.numel():
-            self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
+            work = dist.all_reduce(total, group=self.across, async_op=True)
+        self.flights[part] = total, work
+
+    def _landed(self, part: int) -> torch.Tensor:
+        """What was sent of a fragment, summed over replicas: [values of this rank's shards]."""
+        total, work = self.flights[part]
+        if work is not None:
+            work.wait()
+        return total
 
     def _apply(self, part: int, alpha: float) -> None:
         # sent before the run was prolonged: it was all applied at the former end
         if part not in self.flights:
             return
-        total = self.flights.pop(part).land().float() / self.count
+        total = self._landed(part).float() / self.count
+        del self.flights[part]
         pairs = self._pairs(part)
         rate = self.options.outer_learning_rate
         decay = self.options.outer_momentum
@@ -196,8 +192,7 @@ class Replicas(Strategy):
         for part in range(len(self.fragments)):
             if f"{prefix}{part}" in saved:  # make room for it
                 size = sum(own.numel() for own, _, _ in self._pairs(part))
-                self.flights[part] = Flight(
-                    torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
-                )
+                room = torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
+                self.flights[part] = room, None
         tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
-        return tensors | {f"{prefix}{part}": flight.land() for part, flight in self.flights.items()}
+        return tensors | {f"{prefix}{part}": self._landed(part) for part in self.flights}
