@@ -57,7 +57,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
 def gradient_norm(
     accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None
 ) -> torch.Tensor:
@@ -92,10 +91,3 @@ def gradient_norm(
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
-
-
-@torch.no_grad()
-def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all gradients in place by `factor`, a scalar tensor."""
-    if gradients:  # those of offloaded weights are on the host
-        torch._foreach_mul_([*map(local_part, gradients)], factor.to(gradients[0].device))

@@ -15,7 +15,6 @@ from shared.parallel.gradients import (
     keeps_gradients,
     local_part,
     reshard,
-    scale_gradients,
 )
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError
@@ -89,13 +88,14 @@ class Strategy:
 
         Args:
             loss: scalar, summed over the micro-batch's targets.
-            scale: see `step.loss_scale`.
+            scale: see `Step.scale`.
         """
         if self.accelerator.scaler is not None:  # fp16
             self.accelerator.backward(loss * scale)
         else:  # the same result bit for bit with fewer kernels
             loss.backward(torch.full_like(loss, scale))
 
+    @torch.no_grad()
     def clip(self, models: list[nn.Module], max_norm: float) -> torch.Tensor:
         """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0.
 
@@ -106,9 +106,10 @@ class Strategy:
         self.accelerator.unscale_gradients()
         gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
         norm = gradient_norm(self.accelerator, gradients, self.group)
-        if max_norm:
+        if max_norm and gradients:
             shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            scale_gradients(gradients, shrink)
+            shrink = shrink.to(gradients[0].device)  # the host, where weights are offloaded
+            torch._foreach_mul_([*map(local_part, gradients)], shrink)
         return norm
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
