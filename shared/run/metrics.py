@@ -138,9 +138,10 @@ class Logger:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None
         self.sums[STEPS] += step.finite
+        scale = step.scale
         for name, values in step.sums.items():
             for value in values:
-                self.sums[name].add_(torch.where(step.finite, value, 0), alpha=step.scale)
+                self.sums[name].add_(torch.where(step.finite, value, 0), alpha=scale)
         for name, mean in step.means.items():
             self.sums[name] += mean
             self.sums[GIVEN + name] += 1
