@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shared.config import parse as configs
-from shared.config.options import CheckpointConfig
 from shared.models.hub import identity_of_frozen
 from shared.models.weights import average_buffers, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
@@ -64,13 +63,11 @@ class Checkpointer:
     def __init__(self, setup: "Setup", data: str) -> None:
         strategy = self.strategy = setup.strategy
         accelerator = self.accelerator = strategy.accelerator
-        config = setup.config
+        config = self.config = setup.config
         self.ema = setup.ema
         self.extra = setup.kept
         self.run_dir = setup.dir
         self.optimizers = setup.optimizers
-        self.options: CheckpointConfig = config.checkpoint
-        self.free = configs.free_fields(type(config))
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name, model in setup.models.items():
@@ -284,7 +281,8 @@ class Checkpointer:
         """
         own = [p for p in checkpoints(self.run_dir) if _step_of(p) <= step and self._wrote(p)]
         whole = [p for p in own if p not in self.damaged]
-        kept = [*whole[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
+        newest = whole[-self.config.checkpoint.save_total_limit :]
+        kept = [*newest, self.run_dir / f"checkpoint-{best:06d}"]
         for old in (p for p in own if p not in kept):
             try:
                 faults.point("save.prune")
@@ -354,8 +352,7 @@ class Checkpointer:
         if named is not None and found is None:
             found = named.resolve(), verify(named.resolve())
         if found is not None:
-            allowed = set(self.options.allow_changed)
-            require_compatible(*found, self.facts, free=self.free, allowed=allowed)
+            require_compatible(*found, self.facts, self.config)
         return found
 
     def _drop_unsaved(self, saved: Container[str]) -> None:

@@ -102,8 +102,7 @@ class Setup:
             folder, self._before = on_main(partial(settings_of, self.dir, named))
             # before minutes of loading; `Checkpointer.resume` looks at all settings
             given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
-            allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
-            refuse_changes(folder, self._before, given, allowed)
+            refuse_changes(folder, self._before, given, config)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
