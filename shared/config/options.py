@@ -244,7 +244,7 @@ class EvaluationConfig:
 
     def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
         """Optimizer steps between evaluations."""
-        every = self.eval_steps or steps_per_epoch or total_steps
+        every = self.eval_steps or steps_per_epoch or total_steps or 1
         steps = _steps_between(every, total_steps)
         return min(steps, math.ceil(total_steps / 2) or 1) if every < 1 else steps
 

@@ -131,8 +131,8 @@ class Logger:
         self.mark = time.perf_counter()
 
     def step(self, step: Step, *, due: bool) -> None:
-        """Count one optimizer step; if a line is `due`, and at the last, write it. Every rank calls
-        this. The host waits for the device, and for other ranks, only in steps with a line.
+        """Count one optimizer step; if a line is `due`, write it. Every rank calls this. The host
+        waits for the device, and for other ranks, only in steps with a line.
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, step.window)
@@ -154,7 +154,7 @@ class Logger:
         if self.state.step == self.first + 1:
             self.begun = time.perf_counter()
             self.printed = -math.inf  # a resumed run shows that it goes on
-        if due or self.state.step == self.total_steps:
+        if due:
             self._write_line(step)
         else:
             self.print_each_minute(f"step {self.state.step}/{self.total_steps}")

@@ -23,6 +23,7 @@ from torch import nn
 from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.order import Batch, seed_all
+from shared.models.blocks import in_eval_mode
 from shared.models.card import model_card
 from shared.models.weights import average_buffers, evaluation_weights, persistent_buffers
 from shared.parallel import sharding
@@ -182,7 +183,8 @@ class Run:
         try:
             self.guard.stop_if_asked(now=now)
         except exits.Stopped:
-            self._save_and_close()
+            self._save()
+            self.close()
             raise
 
     def _save(self) -> None:
@@ -192,22 +194,13 @@ class Run:
         )
         self.saver.save(self.state)
 
-    def _save_and_close(self) -> None:
-        self._save()
-        self.saver.wait()
-        self.logger.close()
-
     # Evaluation -----------------------------------------------------------------------------------
 
     def should_evaluate(self) -> bool:
         """Whether an evaluation is due: before the first step, each --eval_steps, at the last step;
         once a step.
         """
-        due = (
-            self.state.step % self.eval_steps == 0
-            or self.state.step in (0, self.total_steps)
-            or self.is_last
-        )
+        due = self.is_last or self.state.step % self.eval_steps == 0
         return due and self.state.evaluated < self.state.step
 
     @contextlib.contextmanager
@@ -219,26 +212,15 @@ class Run:
         """
         self._complete_step()
         self._stop_if_asked(now=True)
-        modes = {module: module.training for module in model.modules()}
         other = self.strategy.agreed or self.ema
         weights = evaluation_weights(self.accelerator, self.unwrap(model), other)
         try:
-            # An evaluation's varying sizes would be compiled as variables, which are slower, and
-            # from then on training would use these, too.
-            with (
-                self.logger.pause(),
-                weights,
-                torch.compiler.set_stance("force_eager"),
-                torch.no_grad(),
-            ):
-                model.eval()
+            with self.logger.pause(), weights, in_eval_mode(model), torch.no_grad():
                 yield
         except exits.Stopped:
-            self._save_and_close()
+            self._save()
+            self.close()
             raise
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     def read(self, loader: Any) -> Iterator[Window]:
         """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped
