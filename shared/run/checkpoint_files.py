@@ -181,6 +181,5 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], co
         raise ConfigError(
             f"{folder} belongs to a run that learns something else "
             f"({'; '.join(changed[name] for name in refused)}): use the same settings, another "
-            "--output_dir, or, if its weights fit this model, "
-            f"--allow_changed {' '.join(refused)}"
+            f"--output_dir, or, if its weights fit this model, --allow_changed {' '.join(refused)}"
         )

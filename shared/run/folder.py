@@ -89,8 +89,7 @@ def _lock(folder: Path) -> None:
             holder = file.read().strip().rpartition("\n")[2]
             raise NotNow(
                 f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, "
-                "stop it, or choose another "
-                "folder"
+                "stop it, or choose another folder"
             ) from None
         # a file system that has no locks
         note(

@@ -106,8 +106,7 @@ class Rehearsal:
         saved = time.perf_counter()
         print_main(
             f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of "
-            f"{size / 1e9:.2f} GB "
-            f"saved and read back: {saved - trained:.1f} s"
+            f"{size / 1e9:.2f} GB saved and read back: {saved - trained:.1f} s"
         )
 
     def _clear_gradients(self) -> None:

@@ -271,8 +271,7 @@ class Setup:
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(
                 "warning: with this budget and schedule the learning rate goes from "
-                f"{state.next_rate:.3g} to "
-                f"{rate:.3g} here (docs/after_training.md, Train longer)"
+                f"{state.next_rate:.3g} to {rate:.3g} here (docs/after_training.md, Train longer)"
             )
         metric = config.evaluation.metric_for_best_model
         state.begin_scoring(metric, fingerprint, configs.measured_by(config))
