@@ -158,9 +158,6 @@ class Strategy:
         """
         return {}
 
-    def begin_from_agreed(self) -> None:
-        """Let each rank's own weights be those that all agreed on."""
-
     def gather(
         self, trainable: dict[str, nn.Parameter], step: int
     ) -> dict[str, torch.Tensor] | None:

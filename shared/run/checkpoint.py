@@ -147,7 +147,7 @@ class Checkpointer:
         if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
-            average_buffers(self.accelerator, [mean])
+            average_buffers(self.accelerator, mean)
             tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
         return tensors
 
@@ -408,7 +408,8 @@ class Checkpointer:
         if self.strategy.agreed and manifest["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
             fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
-            self.strategy.begin_from_agreed()
+            self.strategy.agreed.swap()
+            self.strategy.agreed.begin()  # the replica's own are what is agreed on
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:

@@ -132,7 +132,7 @@ class Replicas(Strategy):
                 self._apply(part, 0.0)
         if (last or 0 in arriving) and self.agreed.buffers:
             live = {name: self.agreed.live[name] for name in self.agreed.buffers}
-            average_buffers(self.accelerator, [live])
+            average_buffers(self.accelerator, live)
             for name, value in live.items():
                 self.agreed.buffers[name].copy_(value)
 
@@ -177,12 +177,6 @@ class Replicas(Strategy):
             momentum.mul_(decay).add_(gradient)
             agreed.sub_(rate * (gradient + decay * momentum))
             own.copy_(torch.lerp(agreed, own, alpha) if alpha else agreed)
-
-    @torch.no_grad()
-    def begin_from_agreed(self) -> None:
-        """Let this replica have the agreed weights."""
-        for name, value in self.agreed.live.items():
-            local_part(value).copy_(local_part(self.agreed.tensors[name]))
 
     # Checkpoints ----------------------------------------------------------------------------------
 
