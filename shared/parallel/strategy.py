@@ -10,12 +10,7 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
-from shared.parallel.gradients import (
-    gradient_norm,
-    keeps_gradients,
-    local_part,
-    reshard,
-)
+from shared.parallel.gradients import gradient_norm, keeps_gradients, local_part
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
@@ -66,12 +61,14 @@ class Strategy:
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
         """The share of weights and optimizer state that this rank keeps between steps. Empty for a
         pipeline, whose ranks do not know the whole.
+
+        Args:
+            model: without wrappers, and with no gathered weights.
         """
         if ranks.pipeline_ranks() > 1:
             return {}
-        reshard(model)  # a forward has left weights of the root gathered
         parameters = {
-            "weights": list(self.accelerator.unwrap_model(model).parameters()),
+            "weights": list(model.parameters()),
             "optimizer state": [p for o in optimizers for g in o.param_groups for p in g["params"]],
         }
         return {

@@ -279,7 +279,8 @@ class Checkpointer:
         What this run has not written, as its manifest says, stays. One that was found damaged does
         not count, and goes.
         """
-        own = [p for p in checkpoints(self.run_dir) if _step_of(p) <= step and self._wrote(p)]
+        present = checkpoints(self.run_dir)
+        own = [p for p in present if int(p.name.split("-")[1]) <= step and self._wrote(p)]
         whole = [p for p in own if p not in self.damaged]
         newest = whole[-self.config.checkpoint.save_total_limit :]
         kept = [*newest, self.run_dir / f"checkpoint-{best:06d}"]
@@ -434,7 +435,3 @@ class Checkpointer:
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: value for name, value in tensors.items()}
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.split("-")[1])

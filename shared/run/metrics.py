@@ -59,7 +59,6 @@ class Logger:
     ) -> None:
         accelerator = self.accelerator = setup.accelerator
         config = setup.config
-        self.run_dir = setup.dir
         self.state = state
         # of pairs, tokens pass through the model
         self.passed = "tokens" if setup.unit == "pairs" else setup.unit
@@ -93,8 +92,7 @@ class Logger:
         for sums in saved:
             for name, value in sums.items():
                 self.sums[name] += value / len(saved)
-        self.mark = self.printed = self.begun = time.perf_counter()
-        self.drawn = self.mark
+        self.mark = self.printed = self.begun = self.drawn = time.perf_counter()
 
     def _begin_interval(self) -> None:
         device = self.accelerator.device
@@ -260,7 +258,7 @@ class Logger:
     def draw(self, *, now: bool = False) -> None:
         """Draw curves.png, unless `now` at most once a minute: all wait. The main rank acts."""
         if self.main and (now or time.perf_counter() - self.drawn > 60):
-            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
+            draw_curves(self.file, self.best_metric)
             self.drawn = time.perf_counter()
 
 

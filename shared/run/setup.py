@@ -304,14 +304,15 @@ class Setup:
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
         own = {name.replace("_", " "): value for name, value in rows.items()}
-        lines: dict[str, Any] = {"run on": launch.strategy(self.accelerator), **own}
-        lines |= {
+        lines = {
+            "run on": launch.strategy(self.accelerator),
+            **own,
             "batch": launch.batch_line(config.batch, self.accelerator, samples),
             "budget": f"{total_steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),
+            "by default": "; ".join(self._chosen) or None,
+            "output": f"{os.path.relpath(self.dir)}; summary.txt there says more",
         }
         lines |= own  # which may describe its batches, or optimizers, itself
-        lines["by default"] = "; ".join(self._chosen) or None
-        lines["output"] = f"{os.path.relpath(self.dir)}; summary.txt there says more"
         summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")
