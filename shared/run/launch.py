@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     compare_versions,
+    patch_environment,
     set_seed,
 )
 from torch import nn
@@ -84,7 +84,7 @@ def start(
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
-    with _sequence_ranks_in_dp():
+    with patch_environment(**_sequence_ranks_in_dp()):
         rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
         group: dict[str, Any] = {"timeout": wait}
         is_deepspeed = ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
@@ -310,23 +310,18 @@ def _fp8_recipe() -> AORecipeKwargs:
     )
 
 
-@contextlib.contextmanager
-def _sequence_ranks_in_dp() -> Iterator[None]:
-    """Hide sp_size from Accelerate, which would ask DeepSpeed for it: these ranks reduce gradients
-    as more ranks of DDP, or shards of FSDP.
+def _sequence_ranks_in_dp() -> dict[str, Any]:
+    """The environment that hides sp_size from Accelerate, which would ask DeepSpeed for it: these
+    ranks reduce gradients as more ranks of DDP, or shards of FSDP.
     """
-    changed: dict[str, str] = {}
-    if ranks.sequence_ranks() > 1:
-        ranks.data_parallel_size()  # refuses sizes that do not fit the processes
-        changed = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
-        if ranks.env_flag("ACCELERATE_USE_FSDP"):
-            size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"
-            shards = int(os.environ.get(size, "1")) * ranks.sequence_ranks()
-            changed = {size: str(shards), "PARALLELISM_CONFIG_SP_SIZE": "1"}
-    before = {name: os.environ[name] for name in changed if name in os.environ}
-    os.environ.update(changed)
-    yield
-    os.environ.update(before)
+    if ranks.sequence_ranks() == 1:
+        return {}
+    ranks.data_parallel_size()  # refuses sizes that do not fit the processes
+    if not ranks.env_flag("ACCELERATE_USE_FSDP"):
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
+    size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    shards = int(os.environ.get(size, "1")) * ranks.sequence_ranks()
+    return {size: shards, "PARALLELISM_CONFIG_SP_SIZE": 1}
 
 
 def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
