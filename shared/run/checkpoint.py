@@ -297,20 +297,16 @@ class Checkpointer:
     def _wrote(self, folder: Path) -> bool:
         return facts_of(folder).get("run") == self.facts["run"]
 
-    def resume(self, named: Path | None = None) -> TrainState:
-        """Load the newest valid checkpoint of the run; if it has none, the one named, or none.
-        Every rank calls this.
-
-        Args:
-            named: a checkpoint of another folder, where the run starts. Once it has checkpoints of
-                its own, the same command continues from those.
+    def resume(self) -> TrainState:
+        """Load the newest valid checkpoint of the run; if it has none, that of another folder which
+        --resume_from_checkpoint names, or none. Every rank calls this.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned.
             NotNow: the file system gives an error.
         """
-        found = on_main(partial(self._find, named))
+        found = on_main(self._find)
         if found is None:
             return TrainState()
         folder, manifest = found
@@ -330,7 +326,7 @@ class Checkpointer:
         print_main(f"resumed from {folder} at step {state.step}")
         return state
 
-    def _find(self, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+    def _find(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
         own = checkpoints(self.run_dir)
         found = None
@@ -350,6 +346,7 @@ class Checkpointer:
                 f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
                 "it; to start anew, choose another --output_dir"
             )
+        named = self.config.checkpoint.resume_from_checkpoint
         if named is not None and found is None:
             found = named.resolve(), verify(named.resolve())
         if found is not None:

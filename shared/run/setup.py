@@ -264,7 +264,7 @@ class Setup:
         """
         config = self.config
         saver = Checkpointer(self, fingerprint)
-        state = saver.resume(config.checkpoint.resume_from_checkpoint)
+        state = saver.resume()
         if state.place:
             train.resume(state.place)
         rate = optim.learning_rate(config.optim, state.step, total_steps)

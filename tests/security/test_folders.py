@@ -66,7 +66,7 @@ def test_a_checkpoint_under_another_ones_name_is_damage(tmp_path, capsys):
     assert make(tmp_path / "run")[2].resume().step == 1
     assert "checkpoint-000003: holds step 2: was it renamed?; the one before it is used" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="holds step 3: was it renamed"):
-        make(tmp_path / "new")[2].resume(one)
+        make(tmp_path / "new", resume_from_checkpoint=one)[2].resume()
 
 
 @pytest.mark.parametrize(
