@@ -58,7 +58,7 @@ class Setup:
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
-        strategy: makes the Strategy, in place of `zero.strategy_of`.
+        strategy: makes the Strategy.
 
     Attributes:
         config: with what was chosen so far.
@@ -74,7 +74,7 @@ class Setup:
         name: str,
         *,
         unit: str = "tokens",
-        strategy: Callable[[Accelerator], Strategy] | None = None,
+        strategy: Callable[[Accelerator], Strategy] = strategy_of,
     ) -> None:
         self.config = config
         self.name = name
@@ -86,7 +86,7 @@ class Setup:
             timeout=speed.ddp_timeout,
             deterministic=speed.deterministic,
         )
-        self.strategy = (strategy or strategy_of)(self.accelerator)
+        self.strategy = strategy(self.accelerator)
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
