@@ -1,7 +1,8 @@
 """curves.png."""
 
-import json
 from pathlib import Path
+
+from shared.process.files import read_json_lines
 
 
 def draw_curves(metrics: Path, chosen: str) -> None:
@@ -16,7 +17,7 @@ def draw_curves(metrics: Path, chosen: str) -> None:
 
     if not metrics.exists():
         return
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = [*read_json_lines(metrics)]
     keys = sorted({key for row in rows for key in row})
     panels = {"loss": ["loss", "eval_loss"]}
     if chosen not in ("loss", "none"):

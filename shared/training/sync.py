@@ -70,8 +70,7 @@ class Replicas(Strategy):
         if size > 1:
             self.group = dist.new_subgroups(size)[0]
         self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
-        self.names: list[str] = []  # of the weights that are agreed on
-        self.momentum: dict[str, torch.Tensor] = {}
+        self.momentum: dict[str, torch.Tensor] = {}  # by name of the weights that are agreed on
         self.fragments: list[list[str]] = []  # these names
         # by fragment: the sum over replicas of what it has moved ([values of this rank's shards]),
         # and its all-reduce, if there are several
@@ -88,21 +87,26 @@ class Replicas(Strategy):
     def begin(self, model: nn.Module) -> None:
         """Agree on the present weights of a model, the same on all ranks."""
         self.agreed = WeightCopy(self.accelerator, model)
-        self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
-        self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
-        self.fragments = self._cut(self.options.sync_fragments)
+        self.momentum = {
+            name: torch.zeros_like(value)
+            for name, value in self.agreed.tensors.items()
+            if name not in self.agreed.buffers
+        }
+        self.fragments = self._cut()
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
         return finite if self.group is None else super().everywhere(finite)
 
-    def _cut(self, fragments: int) -> list[list[str]]:
+    def _cut(self) -> list[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
-        numbers = [self.agreed.live[name].numel() for name in self.names]
+        count = self.options.sync_fragments
+        parts: list[list[str]] = [[] for _ in range(count)]
+        size = sum(value.numel() for value in self.momentum.values())
         done = 0
-        parts: list[list[str]] = [[] for _ in range(fragments)]
-        for name, number in zip(self.names, numbers, strict=True):
-            parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
-            done += number
+        for name, value in self.momentum.items():
+            middle = done + value.numel() // 2
+            parts[min(count - 1, middle * count // size)].append(name)
+            done += value.numel()
         return parts
 
     def _sends(self, step: int, total_steps: int) -> list[int]:
