@@ -125,11 +125,9 @@ class Replicas(Strategy):
         delay = self.options.sync_delay
         last = step == total_steps
         arriving = self._sends(step - delay, total_steps)
-        for part in arriving if delay else []:
+        for part in sorted(self.flights) if last else arriving:
             self._apply(part, self.options.alpha)
-        if last:  # all that was done is agreed on
-            for part in sorted(self.flights):
-                self._apply(part, self.options.alpha)
+        # at the end, all that was done is agreed on
         for part in range(len(self.fragments)) if last else self._sends(step, total_steps):
             self._send(part)
             if last or not delay:
@@ -167,7 +165,7 @@ class Replicas(Strategy):
         return total
 
     def _apply(self, part: int, alpha: float) -> None:
-        # sent before the run was prolonged: it was all applied at the former end
+        # without a delay it is applied already; and if the run was prolonged, at the former end
         if part not in self.flights:
             return
         total = self._landed(part).float() / self.count
@@ -175,7 +173,7 @@ class Replicas(Strategy):
         pairs = self._pairs(part)
         rate = self.options.outer_learning_rate
         decay = self.options.outer_momentum
-        pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
+        pieces = total.split([own.numel() for own, _, _ in pairs])
         for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
             gradient = piece.view_as(own)
             momentum.mul_(decay).add_(gradient)
