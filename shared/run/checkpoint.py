@@ -80,6 +80,7 @@ class Checkpointer:
                 prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
             }
             self.buffers |= _named(prefix, persistent_buffers(whole))
+        self.name_of = {p: name for name, p in self.trainable.items()}
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
@@ -130,10 +131,9 @@ class Checkpointer:
         if elsewhere is not None:
             return tensors | trained | elsewhere
         trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
-        name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
-                trained[f"optimizer.{name_of[parameter]}.{key}"] = value
+                trained[f"optimizer.{self.name_of[parameter]}.{key}"] = value
         if prefix := self.strategy.prefix:
             trained = {prefix + name: local_part(value) for name, value in trained.items()}
         return tensors | trained
@@ -357,11 +357,10 @@ class Checkpointer:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        name_of = {p: name for name, p in self.trainable.items()}
         new = set()
         for optimizer in self.optimizers:
             for parameter, key, _ in [*state_tensors(optimizer)]:
-                name = name_of[parameter]
+                name = self.name_of[parameter]
                 if f"{self.strategy.prefix}optimizer.{name}.{key}" not in saved:
                     optimizer.state.pop(parameter, None)
                     new.add(name)
