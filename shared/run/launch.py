@@ -63,18 +63,12 @@ def start(
     end_with_the_launcher()
     faults.point("setup")
     on_cpu = ranks.env_flag("ACCELERATE_USE_CPU")
-    if not on_cpu:
-        _refuse_to_leave_gpus_idle()
+    world_size = ranks.world_size()
+    if not on_cpu and not torch.accelerator.is_available():
+        _refuse_missing_gpus(world_size)
     quieten_libraries()
     _refuse_second_answers()
     _refuse_fewer_processes_than_asked_for()
-    world_size = ranks.world_size()
-    if world_size > 1 and not on_cpu and not torch.accelerator.is_available():
-        raise NotNow(
-            f"{world_size} processes were launched but no GPU is visible, so each would "
-            "train a model of its own. "
-            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
-        )
     _use_all_cores(world_size)
     if deterministic:
         # cuBLAS reads it when it is first used
@@ -254,16 +248,22 @@ def has_compiler() -> bool:
     return any(map(shutil.which, names))
 
 
-def _refuse_to_leave_gpus_idle() -> None:
-    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a
-    hundred times slower.
+def _refuse_missing_gpus(world_size: int) -> None:
+    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use, since a CPU would
+    train, a hundred times slower; and where several processes have no GPU.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not hidden and _nvidia_gpus() and not torch.accelerator.is_available():
+    if not hidden and _nvidia_gpus():
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
             "without CUDA, or needs a newer driver (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true "
             "before the command to train on the CPU"
+        )
+    if world_size > 1:
+        raise NotNow(
+            f"{world_size} processes were launched but no GPU is visible, so each would "
+            "train a model of its own. "
+            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
 
 
