@@ -233,7 +233,16 @@ def parse(
     quieten_imports()
     tokens = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"}.intersection(tokens):
-        _print_help(config_class, description)
+        import tyro  # here, since only --help needs it
+
+        tyro.cli(
+            config_class,
+            args=["--help"],
+            description=description,
+            use_underscores=True,
+            console_outputs=is_main_rank(),
+            config=(tyro.conf.OmitArgPrefixes,),  # flat names; one titled help box per group
+        )
     known = flags(config_class)
     typed = _read_command_line(tokens, known)
     in_file: dict[str, tuple[list[str], str]] = {}
@@ -250,19 +259,6 @@ def parse(
         if flag and flag[1] in in_file.keys() - typed.keys():
             raise ConfigError(f"{in_file[flag[1]][1]}: {error}") from None
         raise
-
-
-def _print_help(config_class: type, description: str | None) -> None:
-    import tyro  # here, since only --help needs it
-
-    tyro.cli(
-        config_class,
-        args=["--help"],
-        description=description,
-        use_underscores=True,
-        console_outputs=is_main_rank(),
-        config=(tyro.conf.OmitArgPrefixes,),  # flat names; one titled help box per group
-    )
 
 
 def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[str, list[str]]:
