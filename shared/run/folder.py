@@ -23,10 +23,11 @@ from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
-FILES: tuple[str, ...] = ("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json")
-FILES += (audit.FOLDER, TRACE)
-REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
-PICTURES = ("confusion_matrix.png", "mistakes.png", "answers.png")
+FILES = (
+    *("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json"),
+    *(audit.FOLDER, TRACE, "evaluation.json", "predictions.csv", "answers.jsonl"),
+    *("confusion_matrix.png", "mistakes.png", "answers.png"),
+)
 MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
@@ -98,11 +99,8 @@ def _lock(folder: Path) -> None:
         )
     _locks[folder] = file, number
     file.truncate(0)
-    file.write(f"run {number}\n")
-    file.write(
-        f"process {os.getpid()} on {socket.gethostname()} since "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-    )
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"run {number}\nprocess {os.getpid()} on {socket.gethostname()} since {now}\n")
     file.flush()
 
 
@@ -125,7 +123,7 @@ def run_id(folder: Path) -> str:
         for path in reversed(checkpoints(folder))
         if "run" in (facts := facts_of(path))
     ]
-    names = MODELS if found else (".lock", *FILES, *REPORT, *PICTURES, *MODELS)
+    names = MODELS if found else (".lock", *FILES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
         raise ConfigError(
