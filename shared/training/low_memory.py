@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from shared.parallel.gradients import local_part
@@ -134,7 +134,7 @@ def _as_sharded(local: torch.Tensor, like: torch.Tensor, shape: torch.Size) -> t
     """A DTensor of this rank's piece, spread as `like`; the piece itself where that is whole."""
     if not isinstance(like, DTensor):
         return local
-    assert all(p.is_replicate() or p == Shard(0) for p in like.placements)
+    assert all(p.is_replicate() or p.is_shard(0) for p in like.placements)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
