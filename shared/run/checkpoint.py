@@ -81,6 +81,9 @@ class Checkpointer:
             }
             self.buffers |= _named(prefix, persistent_buffers(whole))
         self.name_of = {p: name for name, p in self.trainable.items()}
+        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
+        # by name in a checkpoint: BatchNorm's, which each rank has of the images that it saw
+        self.statistics = {name: b for name, b in live.items() if b.is_floating_point()}
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
@@ -106,14 +109,6 @@ class Checkpointer:
                 self.group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
                 )
-
-    def _statistics(self) -> dict[str, torch.Tensor]:
-        """Live buffers of floating-point numbers, by name in a checkpoint: BatchNorm's statistics.
-
-        They differ from rank to rank: each rank's are of the images that it saw.
-        """
-        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
-        return {name: b for name, b in live.items() if b.is_floating_point()}
 
     def _live(self, step: int, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
         """The live tensors by name: trained parameters, buffers, optimizers.
@@ -143,12 +138,11 @@ class Checkpointer:
         as many ranks.
         """
         tensors = self._live(step)
-        own = self._statistics()
-        if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
+        if self.accelerator.num_processes > 1 and not self.strategy.apart:
             # saving changes nothing in the live model
-            mean = {name: value.clone() for name, value in own.items()}
+            mean = {name: value.clone() for name, value in self.statistics.items()}
             average_buffers(self.accelerator, mean)
-            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
+            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", self.statistics)
         return tensors
 
     def save(self, state: TrainState) -> None:
@@ -419,7 +413,7 @@ class Checkpointer:
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
         if manifest["world_size"] == self.accelerator.num_processes:
-            for name in self._statistics():
+            for name in self.statistics:
                 own = f"rank{self.accelerator.process_index}.{name}"
                 if own in saved and not self.strategy.apart:
                     tensors[own] = tensors.pop(name)
