@@ -35,8 +35,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
         decay_start = max(warmup, total_steps - math.ceil(DECAY * total_steps))
-    progress = max(0, step - decay_start) / max(1, total_steps - decay_start)
-    progress = min(1.0, progress)
+    progress = min(1.0, max(0, step - decay_start) / max(1, total_steps - decay_start))
     shape = (
         (1 + math.cos(math.pi * progress)) / 2
         if config.lr_scheduler_type == "cosine"
