@@ -31,7 +31,7 @@ FOLDERS = {
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
     "run": 18_700,  # 2026-11-28: tuned.py came from dpo.py
     "text": 21_000,
-    "training": 6_200,  # flags of replicas came from config; a step may take batches that the template made
+    "training": 6_300,  # flags of replicas came from config; a step may take batches that the template made
     "vision": 6_100,  # 2026-11-28: images in conversations
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;

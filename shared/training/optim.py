@@ -35,7 +35,10 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
         decay_start = max(warmup, total_steps - math.ceil(DECAY * total_steps))
-    progress = min(1.0, max(0, step - decay_start) / max(1, total_steps - decay_start))
+    progress = (
+        (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
+    )
+    progress = min(1.0, max(0.0, progress))
     shape = (
         (1 + math.cos(math.pi * progress)) / 2
         if config.lr_scheduler_type == "cosine"
