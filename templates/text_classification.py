@@ -222,9 +222,7 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         tokenizer.save_pretrained(folder)
         task = "text-classification"
         load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
-        (folder / "README.md").write_text(
-            run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8"
-        )
+        run.write_card(folder, "Text classifier", data.about, load=load, pipeline_tag=task)
     for picture in evaluation.write(run.dir, data.validation):
         run.logger.tracker.log_picture(picture.stem, picture)
     mistakes = evaluation.mistakes(data.validation, SHOWN)

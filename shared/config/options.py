@@ -84,6 +84,21 @@ class BatchConfig:
         rows = max(n for n in range(step, most + 1, step) if share % n == 0)
         return rows, share // rows
 
+    def require_full_batch(self, count: int, what: str, advice: str = "") -> None:
+        """Raise a ConfigError if there is less to train on than one global batch.
+
+        Args:
+            count: of the rows to train on.
+            what: they are, in the plural.
+            advice: what else helps, as the end of the sentence.
+        """
+        if count < self.global_batch_size:
+            raise ConfigError(
+                f"{count:,} {what} are fewer than one --global_batch_size of "
+                f"{self.global_batch_size}: choose {count} or less ({max(1, count // 10)} for ten "
+                f"steps an epoch){advice}"
+            )
+
     def total_steps(self, steps_per_epoch: int | None) -> int:
         """Optimizer steps of the whole run; one epoch when no budget is given or chosen.
 
@@ -229,7 +244,7 @@ class EvaluationConfig:
 
     def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
         """Optimizer steps between evaluations."""
-        every = self.eval_steps or steps_per_epoch or total_steps
+        every = self.eval_steps or steps_per_epoch or total_steps or 1
         steps = _steps_between(every, total_steps)
         return min(steps, math.ceil(total_steps / 2) or 1) if every < 1 else steps
 

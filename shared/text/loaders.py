@@ -104,14 +104,9 @@ def build_loaders(
             f"; packed into {len(rows):,} rows of {options.seq_length} tokens, "
             f"{rows.waste:.1%} of them empty"
         )
-    if len(rows) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} samples in {len(rows):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose "
-            f"{max(1, len(rows) // 10)} for ten steps "
-            "an epoch"
-            + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
-        )
+    what = f"packed rows of {len(train):,} samples" if packed else "rows"
+    advice = ", and a shorter --seq_length or --packing off for more rows" * packed
+    batch.require_full_batch(len(rows), what, advice)
     order = rows_order(
         rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed
     )

@@ -230,12 +230,7 @@ def build_loaders(
     Raises:
         ConfigError: there are fewer pairs than one global batch.
     """
-    if len(train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} pairs are fewer than one --global_batch_size of "
-            f"{batch.global_batch_size}: choose "
-            f"{len(train)} or less"
-        )
+    batch.require_full_batch(len(train), "pairs")
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
