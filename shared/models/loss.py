@@ -27,7 +27,7 @@ from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
 from shared.parallel.sequence import over_ranks, over_rows
-from shared.process.errors import first_line, is_out_of_memory
+from shared.process.errors import reason_of
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
 # Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the
@@ -467,9 +467,7 @@ def fuse_head(
                 raise ValueError(f"{type(whole).__name__} changes what its head returns")
         # a model may raise anything if it gets a loss in place of logits
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            summary = f"not fused: {first_line(error)}"
+            summary = f"not fused: {reason_of(error)}"
             model.fused_head = None
         finally:
             end_step(model)

@@ -18,7 +18,7 @@ from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_mask
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.loss import can_balance, measure_head
-from shared.process.errors import ConfigError, first_line, is_out_of_memory
+from shared.process.errors import ConfigError, reason_of
 
 
 class _Through(nn.Module):
@@ -90,9 +90,7 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         error = float((logits_of(x) - whole).norm() / whole.norm())
         why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
     except Exception as problem:  # blocks that return something else can fail anywhere
-        if is_out_of_memory(problem):
-            raise
-        why = first_line(problem)
+        why = reason_of(problem)
     if why:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "

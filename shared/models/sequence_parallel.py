@@ -17,7 +17,7 @@ from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
-from shared.process.errors import ConfigError, first_line, is_out_of_memory
+from shared.process.errors import ConfigError, reason_of
 
 # Their angles depend on the longest position of a forward, of which each rank has its own.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -92,9 +92,7 @@ class SequenceParallel(Strategy):
         except ConfigError:
             raise
         except Exception as error:  # a model may raise anything
-            if is_out_of_memory(error):
-                raise
-            return first_line(error)
+            return reason_of(error)
         in_16_bits = self.accelerator.mixed_precision != "no"
         in_16_bits |= next(whole.parameters()).dtype.itemsize == 2
         limit = 4 * MAX_ERROR if in_16_bits else FP32_ERROR
