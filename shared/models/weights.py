@@ -3,7 +3,7 @@ in.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,14 +56,14 @@ def gather_weights(
 
 
 @torch.no_grad()
-def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Make buffers of floating-point numbers the same on all ranks, their mean. Every rank calls
-    this.
+def average_buffers(accelerator: Accelerator, named: Mapping[str, torch.Tensor]) -> None:
+    """Make those of the named buffers that hold floating-point numbers the same on all ranks, their
+    mean. Every rank calls this.
 
     These are BatchNorm's running statistics: each rank's are of the images that it saw. Updates are
     linear in the statistics, so averaging now and then amounts to averaging after each step.
     """
-    buffers = [b for group in groups for b in group.values() if b.is_floating_point()]
+    buffers = [b for b in named.values() if b.is_floating_point()]
     if accelerator.num_processes == 1 or not buffers:
         return
     flat = accelerator.reduce(torch.cat([b.flatten() for b in buffers]), "mean")
@@ -138,7 +138,7 @@ def evaluation_weights(
     with other.swapped_in() if other else contextlib.nullcontext():
         buffers = persistent_buffers(model)
         own = {name: buffer.clone() for name, buffer in buffers.items()}
-        average_buffers(accelerator, [buffers])
+        average_buffers(accelerator, buffers)
         try:
             yield
         finally:

@@ -151,7 +151,7 @@ class Checkpointer:
         if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
-            average_buffers(self.accelerator, [mean])
+            average_buffers(self.accelerator, mean)
             tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
         return tensors
 

@@ -305,7 +305,7 @@ class Run:
         if other := self.strategy.agreed or self.ema:
             other.swap()
         self.strategy.agreed = self.ema = None  # later evaluations measure what final/ holds
-        average_buffers(self.accelerator, [persistent_buffers(self.unwrap(self.models["model"]))])
+        average_buffers(self.accelerator, persistent_buffers(self.unwrap(self.models["model"])))
 
     @property
     def best_checkpoint(self) -> Path:

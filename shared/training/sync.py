@@ -145,7 +145,7 @@ class Replicas(Strategy):
                 self._apply(part, 0.0)
         if (last or 0 in arriving) and self.agreed.buffers:
             live = {name: self.agreed.live[name] for name in self.agreed.buffers}
-            average_buffers(self.accelerator, [live])
+            average_buffers(self.accelerator, live)
             for name, value in live.items():
                 self.agreed.buffers[name].copy_(value)
 
