@@ -87,17 +87,12 @@ def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
     return result
 
 
-def row_mask(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    length: int = 0,
-) -> RowMask:
-    """A mask of ones, for rows without padding: [batch, seq, ...]. For the others see `Rows`."""
+def row_mask(tokens: torch.Tensor, rows: Rows) -> RowMask:
+    """A mask of ones, for rows without padding: [batch, seq, ...]."""
     # Fake tensors lose the attribute when transformers casts them to bool.
     dtype = torch.int64 if type(tokens) is torch.Tensor else torch.bool
     ones = torch.ones(tokens.shape[:2], dtype=dtype, device=tokens.device)
-    return with_rows(ones, Rows(False, position_ids, cu_seqlens, length))
+    return with_rows(ones, rows)
 
 
 class Form(NamedTuple):
@@ -121,21 +116,23 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
-    of_images = [name for name in batch if name.startswith("image.")]  # see `shared.vision`
-    inputs |= {name.removeprefix("image."): batch[name] for name in of_images}
+    for name in batch:
+        if name.startswith("image."):  # see `shared.vision`
+            inputs[name.removeprefix("image.")] = batch[name]
     positions = batch.get("row_positions", batch.get("position_ids"))
     length = batch["row_positions"].shape[1] if "row_positions" in batch else 0
     if "attention_mask" in batch:
         mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
     elif "position_ids" not in batch or (length and "cu_seqlens" not in batch):
-        mask = row_mask(batch["input_ids"], length=length)
+        mask = row_mask(batch["input_ids"], Rows(length=length))
     else:
         form: Form = getattr(like or model, "row_form", Form())
         if form.flat:
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
             positions = inputs["position_ids"]
-        cu_seqlens = batch["cu_seqlens"] if form.by_kernel else None
-        mask = row_mask(inputs["input_ids"], positions, cu_seqlens, length)
+        bounds = batch["cu_seqlens"] if form.by_kernel else None
+        rows = Rows(position_ids=positions, cu_seqlens=bounds, length=length)
+        mask = row_mask(inputs["input_ids"], rows)
         if form.bounds:
             inputs[form.bounds] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(inputs["position_ids"]).int()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shared.data.order import IGNORED, Batch
-from shared.models.attention import row_mask
+from shared.models.attention import Rows, row_mask
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.loss import can_balance, measure_head
 from shared.process.errors import ConfigError, reason_of
@@ -59,7 +59,7 @@ class _Stage(nn.Module):
         with self.autocast():
             inputs = {
                 "input_ids" if self.is_first else "inputs_embeds": x,
-                "attention_mask": row_mask(x),
+                "attention_mask": row_mask(x, Rows()),
             }
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
@@ -168,14 +168,12 @@ class Pipeline:
                 f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a "
                 f"--global_batch_size so that there are at least {ranks}"
             )
+        self.readers = accelerator.num_processes // ranks
         mesh = init_device_mesh(
-            accelerator.device.type,
-            (accelerator.num_processes // ranks, ranks),
-            mesh_dim_names=("data", "pipeline"),
+            accelerator.device.type, (self.readers, ranks), mesh_dim_names=("data", "pipeline")
         )
         self.data_group = mesh["data"].get_group()
         self.group = mesh["pipeline"].get_group()
-        self.readers = accelerator.num_processes // ranks
         self.device = accelerator.device
         self.micro_batches = micro_batches
         self.scale = 1.0
