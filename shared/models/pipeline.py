@@ -183,11 +183,8 @@ class Pipeline:
         self.is_first = number == 0
         self.is_last = number == ranks - 1
         self.part = _Stage(model, cuts, number, accelerator.autocast).to(self.device)
-        decoder.layers = self.part.decoder.layers
-        if not self.is_first:
-            model.set_input_embeddings(_Through())
+        decoder._modules = self.part.decoder._modules
         if not self.is_last:
-            decoder.norm = _Through()
             model.set_output_embeddings(_Through())
         self.stage: Any = PipelineStage(self.part, number, ranks, self.device, group=self.group)
         self.schedule = Schedule1F1B(
