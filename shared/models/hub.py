@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -38,22 +37,19 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             or has an attention that cannot be trained here.
         NotNow: the Hub does not answer.
     """
-    is_folder = os.path.isdir(name)
+    folder = Path(name)
+    is_folder = bool(name) and folder.is_dir()
     of_weights = bool(options.get("use_safetensors"))
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
-    if (
-        first is None
-        and not is_of_text
-        and os.path.isfile(os.path.join(name, "adapter_config.json"))
-    ):
+    if first is None and not is_of_text and (folder / "adapter_config.json").is_file():
         raise ConfigError(_AN_ADAPTER.format(name=name))
     if str(name).startswith(("/", ".")) and not is_folder:
         raise ConfigError(f"{name}: no such folder")
-    final = os.path.join(name, "final")
-    if os.path.isdir(final) and not os.path.exists(os.path.join(name, "config.json")):
+    final = folder / "final"
+    if final.is_dir() and not (folder / "config.json").exists():
         raise ConfigError(f"{name}: a run's folder; what it trained is in {final}")
     if is_folder and (of_weights or first is not None):
-        _refuse_pickles(Path(name))
+        _refuse_pickles(folder)
     # PEFT's classes take the base model first
     arguments = [str(name)] if first is None else [first, str(name)]
     if first is None:
