@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from shared.models.attention import computed_in
+
 NAME = "grouped_mm_in_launch_precision"
 
 
@@ -72,16 +74,8 @@ def experts_forward(
 def weight_product(experts: Any, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows times the weights `name` of their experts; `ends`: see `grouped_product`."""
     weight = getattr(experts, name)
-    weight = weight.to(compute_dtype(weight))
+    weight = weight.to(computed_in(weight.device, weight.dtype))
     return grouped_product(rows, weight if experts.is_transposed else weight.mT, ends)
-
-
-def compute_dtype(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
-    """That of autocast where it is on, else `dtype` or that of the weight."""
-    kind = weight.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return dtype or weight.dtype
 
 
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from shared.experts.products import compute_dtype, grouped_product, is_fused
+from shared.experts.products import grouped_product, is_fused
+from shared.models.attention import computed_in
 
 METHOD = "bitsandbytes_4bit_with_experts"
 
@@ -81,7 +82,7 @@ def quantised_product(
     """As `products.weight_product`, of weights in 4 bits."""
     state = experts.quant_states[name]
     packed = getattr(experts, name)
-    rows = rows.to(compute_dtype(packed, state.dtype))
+    rows = rows.to(computed_in(packed.device, state.dtype))
     return _Product.apply(rows, packed, state, ends, experts.is_transposed)
 
 

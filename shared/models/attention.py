@@ -226,6 +226,7 @@ def _is_causal_alone(
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """That of autocast where it is on, else `dtype`."""
     return (
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
     )
@@ -257,7 +258,7 @@ def attend(
         return attend_by_heads(
             attend_rows, module, states, attention_mask, scaling=scaling, **options
         )
-    if kernel is None or attention_mask is None or not takes_kernel(attention_mask, **options):
+    if kernel is None or not takes_kernel(attention_mask, **options):
         if attention_mask is not None:
             avoid_cudnn()
             if attention_mask.ndim == 1:

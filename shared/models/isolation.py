@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -98,7 +98,7 @@ class _Trial:
 
     def __init__(self, model: Any, device: torch.device, vocab_size: int, rows: int) -> None:
         self.model = model
-        self.whole: Any = without_adapters(extract_model_from_parallel(model))
+        self.whole: Any = without_adapters(model)
         self.device = device
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)

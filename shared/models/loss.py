@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shared.data.order import IGNORED
-from shared.models.attention import forward_rows
+from shared.models.attention import computed_in, forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
@@ -68,7 +67,7 @@ def causal_lm_loss(
         )
     loss = over_ranks(batch, loss)
     if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
-        config = extract_model_from_parallel(model).config.get_text_config()
+        config = without_adapters(model).config.get_text_config()
         if can_balance(config):
             aux_loss = balancing_loss(outputs.router_logits, batch, experts_of(config)[1])
             loss = loss + config.router_aux_loss_coef * (aux_loss - aux_loss.detach())
@@ -353,7 +352,7 @@ class FusedHead:
             states = states.index_select(0, targets)
         device = hidden.device.type
         mixed = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+        dtype = computed_in(hidden.device, hidden.dtype)
         # no adapter, not quantised
         is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -449,7 +448,7 @@ def fuse_head(
     Args:
         compiled: compile the operations between the matrix products where gradients are needed.
     """
-    whole = without_adapters(accelerator.unwrap_model(model))
+    whole = without_adapters(model)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(
         accelerator.device

@@ -62,12 +62,12 @@ class SequenceParallel(Strategy):
         """
         # the first rank's part may be right where those of others are not
         if why := next(filter(None, gather_object([self._why_not(model)])), ""):
-            kind = type(without_adapters(self.accelerator.unwrap_model(model))).__name__
+            kind = type(without_adapters(model)).__name__
             raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
 
     @torch.no_grad()
     def _why_not(self, model: Any) -> str:
-        whole: Any = without_adapters(self.accelerator.unwrap_model(model))
+        whole: Any = without_adapters(model)
         config = whole.config.get_text_config()
         count = ranks.sequence_ranks()
         if parts_that_choose(whole):
