@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
+from shared.data.order import Batch
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
 from shared.parallel.sequence import attend_by_heads
@@ -104,7 +105,7 @@ class Form(NamedTuple):
     by_kernel: bool = False  # attention takes `cu_seqlens` in place of a mask
 
 
-def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any = None) -> Any:
+def forward_rows(model: nn.Module, batch: Batch, *, like: Any = None) -> Any:
     """A model's outputs for a batch of rows: packed documents, padded texts or neither.
 
     Args:

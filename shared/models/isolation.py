@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from shared.data.order import Batch
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
 from shared.models.blocks import as_in_an_evaluation
@@ -182,7 +183,7 @@ class _Trial:
         self.model.row_form = form
         return why
 
-    def _logits(self, *batches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _logits(self, *batches: Batch) -> list[torch.Tensor]:
         """Of each batch, [rows, 16, vocab]."""
 
         def look(*_: Any) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shared.data.order import IGNORED
+from shared.data.order import IGNORED, Batch
 from shared.models.attention import computed_in, forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.counts import experts_of
@@ -39,7 +39,7 @@ KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `measure_head`
 
 
 def causal_lm_loss(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, log: Callable[..., None] | None = None
+    model: nn.Module, batch: Batch, *, log: Callable[..., None] | None = None
 ) -> torch.Tensor:
     """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global
     batch's number of them.
@@ -76,9 +76,7 @@ def causal_lm_loss(
     return loss
 
 
-def _forward_with_labels(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool
-) -> Any:
+def _forward_with_labels(model: nn.Module, batch: Batch, *, by_target: bool) -> Any:
     fused: FusedHead | None = getattr(model, "fused_head", None)
     if fused is None:
         return forward_rows(model, batch)
@@ -90,7 +88,7 @@ def _forward_with_labels(
 
 
 def log_probabilities(
-    model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int
+    model: nn.Module, batch: Batch, groups: torch.Tensor, count: int
 ) -> torch.Tensor:
     """Log-probabilities of a batch's target tokens, summed over groups of them.
 
@@ -109,7 +107,7 @@ def log_probabilities(
     return over_ranks(batch, found.new_zeros(count).index_add(0, groups, found))
 
 
-def target_log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def target_log_probabilities(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The log-probability of each of a batch's target tokens.
 
     Args:
@@ -142,7 +140,7 @@ def can_balance(config: Any) -> bool:
 
 
 def balancing_loss(
-    router_logits: tuple[torch.Tensor, ...], batch: dict[str, torch.Tensor], top_k: int
+    router_logits: tuple[torch.Tensor, ...], batch: Batch, top_k: int
 ) -> torch.Tensor:
     """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of
     share x probability.
@@ -163,7 +161,7 @@ def balancing_loss(
     """
     labels = batch["labels"]
 
-    def weights_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    def weights_of(rows: Batch) -> torch.Tensor:
         used = ((rows["labels"] != IGNORED).flip(1).cumsum(1).flip(1) > 0).float()
         return used / used.sum(1, keepdim=True).clamp(min=1)
 
@@ -394,7 +392,7 @@ class FusedHead:
 
 
 @torch.enable_grad()
-def measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
+def measure_head(model: nn.Module, whole: Any, batch: Batch) -> Any:
     """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it
     leaves them as they are.
 

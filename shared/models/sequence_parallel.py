@@ -9,6 +9,7 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
+from shared.data.order import Batch
 from shared.data.stretches import cut, own_part
 from shared.models.attention import forward_rows
 from shared.models.blocks import as_in_an_evaluation
@@ -100,7 +101,7 @@ class SequenceParallel(Strategy):
             return ""
         return "its logits differ from those of whole rows, as with recurrent layers"
 
-    def _error(self, model: Any, batch: dict[str, torch.Tensor]) -> float:
+    def _error(self, model: Any, batch: Batch) -> float:
         expected, found = (
             forward_rows(model, {name: t.to(self.accelerator.device) for name, t in rows.items()})
             for rows in (batch, cut(batch))
