@@ -180,13 +180,11 @@ class Pipeline:
         number = dist.get_rank(self.group)
         cuts = [blocks * i // ranks for i in range(ranks + 1)]
         self.logits_of = try_stages(model, cuts)
-        self.is_first = number == 0
-        self.is_last = number == ranks - 1
         self.part = _Stage(model, cuts, number, accelerator.autocast).to(self.device)
-        decoder._modules = self.part.decoder._modules
-        if not self.is_last:
-            model.set_output_embeddings(_Through())
         self.stage: Any = PipelineStage(self.part, number, ranks, self.device, group=self.group)
+        decoder._modules = self.part.decoder._modules
+        if not self.stage.is_last:
+            model.set_output_embeddings(_Through())
         self.schedule = Schedule1F1B(
             self.stage, n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
         )
@@ -207,8 +205,10 @@ class Pipeline:
         batches = batches + [filling] * (
             self.micro_batches - len(batches)
         )  # which counts for nothing
-        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.is_first else ()
-        target = torch.cat([batch["labels"] for batch in batches]) if self.is_last else None
+        inputs = (
+            (torch.cat([batch["input_ids"] for batch in batches]),) if self.stage.is_first else ()
+        )
+        target = torch.cat([batch["labels"] for batch in batches]) if self.stage.is_last else None
         losses: list[torch.Tensor] = []
         run(*inputs, target=target, losses=losses)
         total = (
