@@ -57,11 +57,8 @@ class ImageEncoder(Encoder):
         around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
 
-    def _render(self, messages: Messages, **options: Any) -> str:
-        return super()._render(in_parts(messages), **options)
-
-    def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
-        return super()._render_marked(in_parts(messages), **options)
+    def _turns(self, messages: Messages) -> Messages:
+        return super()._turns(in_parts(messages))
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """As of `Encoder`, with the tokens of each image in place of its mark. Places count in
@@ -145,10 +142,10 @@ class ToImageSamples(ToSamples):
             samples = super().samples(record, form, where, notes)
         else:
             ids, learned = self.encode(record, form, where, notes)
-            if len(ids) > self.seq_length + 1:
+            is_long = len(ids) > self.seq_length + 1
+            if is_long:
                 notes.add("long", f"{where}: {len(ids):,} tokens")
-            fits = len(ids) <= self.seq_length + 1 and learned[1:].any()
-            samples = [(ids, learned)] * bool(fits)
+            samples = [] if is_long or not learned[1:].any() else [(ids, learned)]
             # what follows the last answer may be left out
             pictures = pictures[: self.processor.count_in(ids, self.sizes)]
         self.pictures += [pictures] * len(samples)
@@ -223,15 +220,15 @@ class ImageConversations(Conversations):
             row = {"input_ids": ids, "labels": np.full(len(ids), IGNORED), "images": blank}
             rows = [*rows, row]
         batch = collate_padded(rows, **padding)
-        return batch | self.inputs(batch["input_ids"], [row["images"] for row in rows])
+        inputs = self.inputs(batch["input_ids"], [row["images"] for row in rows])
+        return batch | {f"image.{name}": value for name, value in inputs.items()}
 
     def inputs(self, input_ids: torch.Tensor, images: list[list[Any]]) -> Batch:
-        """What a model gets beside the tokens, as `image.NAME`.
+        """What a model gets beside the tokens.
 
         Args:
             input_ids: [batch, seq].
             images: of each row.
         """
-        inputs = self.processor.inputs([row for row in images if row])
-        inputs |= self.processor.types(input_ids.numpy())
-        return {f"image.{name}": value for name, value in inputs.items()}
+        pixels = self.processor.inputs([row for row in images if row])
+        return pixels | self.processor.types(input_ids.numpy())
