@@ -78,9 +78,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shared.data import records
-from shared.data.loader import Loader
+from shared.data.loader import Loader, evaluation_loader
 from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order, Samples
+from shared.data.order import Samples, require_a_batch
 from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
@@ -141,12 +141,8 @@ def build_datasets(setup: Setup) -> Data:
         text = corpus.open_corpus(
             options, tokenizer, config.seq_length, isolate=options.isolate_documents
         )
-        if len(text.train) < batch.global_batch_size:
-            raise ConfigError(
-                f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than "
-                "one --global_batch_size "
-                f"of {batch.global_batch_size}: choose a smaller one"
-            )
+        what = f"sequences of --seq_length {config.seq_length}"
+        require_a_batch(len(text.train), batch.global_batch_size, what)
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
         rows_at_once = batch.micro_batch()[0]
         workers = batch.dataloader_num_workers or 0
@@ -158,10 +154,9 @@ def build_datasets(setup: Setup) -> Data:
         about = text.about
         fingerprint = text.fingerprint
         bytes_per_token = text.bytes_per_token
-    chosen = EvenSubset(held_out, options.eval_samples)
-    eval_size = batch.per_device_eval_batch_size
-    eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
-    validation = Loader(chosen, collate, eval_order, share, per_device=eval_size)
+    validation = evaluation_loader(
+        held_out, options.eval_samples, collate, share, batch.per_device_eval_batch_size
+    )
     return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 

@@ -94,7 +94,7 @@ from transformers import AutoModelForCausalLM
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order
+from shared.data.order import EvenSubset, Order, require_a_batch
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.pipeline import Pipeline
@@ -130,12 +130,8 @@ def build_datasets(setup: Setup) -> Data:
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = load_tokenizer(name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
-    if len(text.train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one "
-            "--global_batch_size "
-            f"of {batch.global_batch_size}: choose a smaller one"
-        )
+    what = f"sequences of --seq_length {config.seq_length}"
+    require_a_batch(len(text.train), batch.global_batch_size, what)
     share = sharding.share(setup.accelerator)
     rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)

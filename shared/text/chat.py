@@ -301,12 +301,14 @@ def open_samples(
     config: RecordsConfig,
     tokenizer: PreTrainedTokenizerBase,
     kind: Callable[..., ToSamples] = ToSamples,
+    demo_samples: int | None = None,
 ) -> tuple[Conversations, Conversations]:
     """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every
     rank calls this.
 
     Args:
         kind: what turns records into samples.
+        demo_samples: how many records of the demo are read, unless --max_train_samples says.
 
     Raises:
         ConfigError: wrong input, with its place, or no sample with anything to learn.
@@ -315,7 +317,7 @@ def open_samples(
     trained, held_out = prepare_sources(
         config,
         encode,
-        limit=config.max_train_samples,
+        limit=config.max_train_samples or (demo_samples if config.is_demo else None),
         processes=config.preprocessing_num_workers,
     )
     for store in (*trained.values(), *held_out.values()):

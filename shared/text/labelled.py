@@ -19,6 +19,7 @@ from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
+from shared.text.packing import padded
 from shared.text.special import Special
 
 if TYPE_CHECKING:
@@ -97,15 +98,13 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
         multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer
             kernels to choose.
     """
-    lengths = np.array([len(row["input_ids"]) for row in rows])
-    longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
-    batch = {}
-    for key in TOKENS.keys() & rows[0].keys():
-        batch[key] = np.full((len(rows), longest), pad_token_id if key == "input_ids" else 0)
-        for i, row in enumerate(rows):
-            batch[key][i, : len(row[key])] = row[key]
-    if lengths.min() < longest:
-        batch["attention_mask"] = (np.arange(longest) < lengths[:, None]).astype(np.int64)
+    filling = {"input_ids": pad_token_id, "token_type_ids": 0}
+    filling = {key: value for key, value in filling.items() if key in rows[0]}
+    batch = padded(rows, filling, multiple_of, at_most)
+    lengths = np.array([[len(row["input_ids"])] for row in rows])
+    places = np.arange(batch["input_ids"].shape[1])
+    if lengths.min() < len(places):
+        batch["attention_mask"] = (places < lengths).astype(np.int64)
     batch["labels"] = np.stack([row["labels"] for row in rows])
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 

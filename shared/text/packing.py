@@ -2,8 +2,8 @@
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return bins
 
 
+def joined(rows: list[Row]) -> Row:
+    """Several rows as one, with `position_ids` that restart at each."""
+    whole = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+    positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
+    return whole | {"position_ids": positions}
+
+
 class Packed:
     """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart
     at each one.
@@ -88,13 +95,7 @@ class Packed:
         )
 
     def __getitem__(self, index: int) -> Row:
-        rows = [self.samples[int(i)] for i in self.bin(index)]
-        joined = {
-            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
-        }
-        return joined | {
-            "position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])
-        }
+        return joined([self.samples[int(i)] for i in self.bin(index)])
 
     def num_targets(self, indices: np.ndarray) -> int:
         return self.samples.num_targets(np.concatenate([self.bin(int(index)) for index in indices]))
@@ -139,30 +140,38 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
     For the arguments see `collate_packed`.
     """
-    longest = max(len(row["labels"]) for row in rows)
+    batch = padded(rows, {"input_ids": 0, "labels": IGNORED}, multiple_of, at_most)
+    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
+
+
+def padded(
+    rows: list[Row], filling: Mapping[str, int], multiple_of: int, at_most: int | None
+) -> dict[str, np.ndarray]:
+    """[rows, longest row] int64 for each key of `filling`, with its value where a row has ended.
+
+    Args:
+        multiple_of: see `collate_packed`.
+        at_most: see `collate_packed`.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
     longest = min(longest + -longest % multiple_of, at_most or sys.maxsize)
-    batch = {
-        "input_ids": np.zeros((len(rows), longest), np.int64),
-        "labels": np.full((len(rows), longest), IGNORED),
-    }
+    batch = {key: np.full((len(rows), longest), value) for key, value in filling.items()}
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    targets = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
+    return batch
 
 
-def rows_order(
-    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], *, packed: bool
+def grouped_order(
+    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float] = ()
 ) -> Order:
-    """The order of rows in training. Rows that are not packed come in batches of similar lengths.
+    """The order of training on rows that are not packed: in batches of similar lengths.
 
     Args:
         samples: has `lengths`; with `weights`, also `sources`.
         weights: of a mixture's sources, or none.
     """
-    if packed:
-        return training_order(samples, global_batch_size, seed, weights)
     if weights:
         return training_order(samples, global_batch_size, seed, weights, lengths=samples.lengths)
     return GroupedOrder(len(samples), global_batch_size, seed, lengths=samples.lengths)
@@ -174,7 +183,7 @@ class GroupedOrder(Order):
     batches.
     """
 
-    lengths: np.ndarray | None = None
+    lengths: np.ndarray = field(kw_only=True)
     GROUP = 32
 
     def indices(self, step: int) -> np.ndarray:
@@ -183,7 +192,6 @@ class GroupedOrder(Order):
         size = self.GROUP * self.global_batch_size
         stop = min((stretch + 1) * size, self.num_samples)
         chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
-        assert self.lengths is not None
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
         if batch < full:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,8 @@ from accelerate import Accelerator
 
 from shared import demo
 from shared.config.options import BatchConfig
-from shared.data.loader import Loader, Share
-from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
+from shared.data.loader import Loader, Share, evaluation_loader
+from shared.data.order import IGNORED, Batch, Row, require_a_batch
 from shared.data.records import Source
 from shared.data.store import Notes
 from shared.parallel import sharding
@@ -25,7 +24,7 @@ from shared.text import chat
 from shared.text.forms import read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
-from shared.text.packing import GroupedOrder, collate_packed, collate_padded
+from shared.text.packing import collate_packed, collate_padded, grouped_order, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,12 +143,8 @@ class Pairs:
         return len(self.samples) // 2
 
     def __getitem__(self, index: int) -> Row:
-        rows = [self.samples[2 * index + answer] for answer in (0, 1)]
-        joined = {
-            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
-        }
-        positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
-        return joined | {"position_ids": positions, "reference": self.reference[index]}
+        row = joined([self.samples[2 * index + answer] for answer in (0, 1)])
+        return {**row, "reference": self.reference[index]}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -204,9 +199,7 @@ def read_pairs(
     Raises:
         ConfigError: wrong input, with its place, or no pair with anything to learn.
     """
-    if options.is_demo and options.max_train_samples is None:
-        options = replace(options, max_train_samples=demo_samples)
-    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs))
+    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs, demo_samples))
     for number, name in enumerate(("chosen", "rejected")):
         note(
             f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:",
@@ -230,36 +223,28 @@ def build_loaders(
     Raises:
         ConfigError: there are fewer pairs than one global batch.
     """
-    if len(train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} pairs are fewer than one --global_batch_size of "
-            f"{batch.global_batch_size}: choose "
-            f"{len(train)} or less"
-        )
+    require_a_batch(len(train), batch.global_batch_size, "pairs")
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
-    order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
+    order = grouped_order(train, batch.global_batch_size, batch.seed)
     loader = Loader(
         train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
-    chosen = EvenSubset(held_out, options.eval_samples)
-    size = batch.per_device_eval_batch_size
-    validation = one_pass(chosen, None, options.seq_length, size, share)
+    validation = evaluation_loader(
+        held_out,
+        options.eval_samples,
+        partial(collate, packed=False),
+        share,
+        batch.per_device_eval_batch_size,
+    )
     about = chat.describe(train.samples, options, of_record=2)
     fingerprint = f"{train.samples.fingerprint}, {held_out.samples.fingerprint}"
     return ChatData(loader, validation, held_out, about, fingerprint)
 
 
-def one_pass(
-    samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share
-) -> Loader:
-    """Padded batches of all pairs once, without gradients; those of similar lengths together, if
-    these are given.
-    """
-    size = per_device * share.world_size
-    order = Order(len(samples), size, 0, shuffle=False)
-    if lengths is not None:
-        order = GroupedOrder(len(samples), size, 0, lengths=lengths)
+def one_pass(pairs: Pairs, seq_length: int, per_device: int, share: Share) -> Loader:
+    """Padded batches of all pairs once, those of similar lengths together."""
+    order = grouped_order(pairs, per_device * share.world_size, 0)
     collate = partial(collate_pairs, packed=False, seq_length=seq_length)
-    return Loader(samples, collate, order, share, per_device=per_device)
+    return Loader(pairs, collate, order, share, per_device=per_device)
