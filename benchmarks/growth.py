@@ -172,7 +172,7 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     (8 + 8 * np.arange(options.size)).tofile(folder / "ends.bin")
     np.full(options.size, 7, np.int32).tofile(folder / "targets.bin")
     chosen = [np.arange(options.size)]
-    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, validated_on="").lengths
+    return lambda: Conversations({"": Store(folder)}, chosen, None, "").lengths
 
 
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:

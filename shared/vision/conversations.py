@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -103,6 +104,9 @@ class ToImageSamples(ToSamples):
         self.sizes = encoder.sizes
         self.processor = processor
         self.vision = vision
+        self.opened = partial(
+            ImageConversations, processor=processor, max_pixels=vision.image_max_pixels
+        )
         self.pictures: list[list[Picture]] = []  # of the samples of this batch
 
     def identity(self) -> Any:
@@ -154,15 +158,6 @@ class ToImageSamples(ToSamples):
         self.pictures += [pictures] * len(samples)
         return samples
 
-    def opened(self, *arguments: Any, **named: Any) -> ImageConversations:
-        return ImageConversations(
-            *arguments,
-            **named,
-            own_template=self.encoder.has_own_template,
-            processor=self.processor,
-            max_pixels=self.vision.image_max_pixels,
-        )
-
 
 class ImageConversations(Conversations):
     """Prepared samples, one conversation with its images a row.
@@ -180,9 +175,8 @@ class ImageConversations(Conversations):
         *arguments: Any,
         processor: ImageProcessor,
         max_pixels: int | None,
-        **named: Any,
     ) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments)
         self.processor = processor
         self.max_pixels = max_pixels
 
