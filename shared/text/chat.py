@@ -368,8 +368,9 @@ def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) 
             f"{store.source}: {len(lengths) // of_record:,} to train on, "
             f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
             f"{samples.targets[start:stop].sum() / lengths.sum():.0%} of them learned; "
-            f"{', '.join(store.notes.named('form '))}{template}; {counts['read']:,} read, {counts['cut']:,} cut to "
-            f"{config.seq_length} tokens, {counts['dropped']:,} dropped without an answer"
+            f"{', '.join(store.notes.named('form '))}{template}; {counts['read']:,} read, "
+            f"{counts['cut']:,} cut to {config.seq_length} tokens, "
+            f"{counts['dropped']:,} dropped without an answer"
         )
     unused = {name for store in samples.stores for name in store.notes.named("unused ")}
     about = f"{'; '.join(parts)}; to validate on: {samples.validated_on}"

@@ -47,9 +47,9 @@ DEMO = Source(
 
 # A document, or a part of one that is longer than `records.PIECE`, since no text may be too long
 # for the tokenizer: its text, the document's number in the source, whether it is the document's
-# first, its last, and bytes of the document before it. No class of its own: it goes to another
-# process, which takes six times as long for a named tuple.
-Piece = tuple[str, int, bool, bool, int]
+# last, and bytes of the document before it. No class of its own: it goes to another process, which
+# takes six times as long for a named tuple.
+Piece = tuple[str, int, bool, int]
 
 
 def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iterator[Piece]:
@@ -78,7 +78,7 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
         for piece, continues in records.split_text(blocks):
             is_last = not (continues or records.CONTINUES in record)
             if piece:
-                yield piece, document, before == 0, is_last, before
+                yield piece, document, is_last, before
                 document += is_last
                 before = 0 if is_last else before + len(piece.encode())
 
@@ -215,63 +215,34 @@ def train_tokenizer(
     )
 
 
-class Tokenise:
-    """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with
-    the end-of-text token.
-
-    Nothing in its text is a special token: see `special`.
-
-    Gives ([tokens] of `dtype`, [pieces] how many of them are of each piece).
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_str(serialised(tokenizer))
-        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        self.bos = leading_bos(tokenizer)
-        self.eos = [end_of_text(tokenizer)]
-        self.special = Special(tokenizer)
-        self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
-        self.tokenizer.no_padding()
-
-    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        texts, _, first, last, _ = zip(*pieces, strict=True)
-        # as text; does not go to another process with the tokenizer
-        self.tokenizer.encode_special_tokens = True
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        tokens: list[int] = []
-        ends = [0]
-        for one, is_first, is_last in zip(encoded, first, last, strict=True):
-            tokens += self.bos * is_first
-            tokens += one.ids
-            tokens += self.eos * is_last
-            ends.append(len(tokens))
-        added = np.zeros(len(tokens), bool)
-        if self.bos:
-            added[np.array(ends[:-1])[np.array(first)]] = True
-        added[np.array(ends[1:])[np.array(last)] - 1] = True
-        ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
-        return ids, np.diff(ends)
-
-
 class EncodeDocuments:
     """Documents to tokens, see `store.Encode`: `tokens` of all, and in the table the `bytes` of
     each document's text.
+
+    A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
+    Nothing in its text is a special token: see `special`.
     """
 
     kind = "corpus"
     demo = DEMO
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, column: str) -> None:
-        self.tokenise = Tokenise(tokenizer)
+        from tokenizers import Tokenizer
+
         self.column = column
-        self._tokenizer = identity_of(tokenizer)
+        self.tokenizer = Tokenizer.from_str(serialised(tokenizer))
+        self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
+        self.tokenizer.no_padding()
+        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
+        self.bos = leading_bos(tokenizer)
+        self.eos = [end_of_text(tokenizer)]
+        self.special = Special(tokenizer)
+        self._identity = identity_of(tokenizer)
 
     def identity(self) -> Any:
         return {
             "code": prepared.source_of("text/corpus.py", "text/special.py"),
-            "tokenizer": self._tokenizer,
+            "tokenizer": self._identity,
             "column": self.column,
         }
 
@@ -287,9 +258,30 @@ class EncodeDocuments:
 
     def __call__(self, items: list[Piece], notes: Notes) -> Encoded:
         tokens, lengths = self.tokenise(items)
-        last = np.array([piece[3] for piece in items])
-        sizes = np.array([before + len(text.encode()) for text, _, _, _, before in items])
+        last = np.array([is_last for _, _, is_last, _ in items])
+        sizes = np.array([before + len(text.encode()) for text, _, _, before in items])
         return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": sizes[last]})
+
+    def tokenise(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """([tokens] of `dtype`, [pieces] how many of them are of each piece)."""
+        texts, _, last, before = zip(*pieces, strict=True)
+        first = np.array(before) == 0
+        # as text; does not go to another process with the tokenizer
+        self.tokenizer.encode_special_tokens = True
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokens: list[int] = []
+        ends = [0]
+        for one, is_first, is_last in zip(encoded, first.tolist(), last, strict=True):
+            tokens += self.bos * is_first
+            tokens += one.ids
+            tokens += self.eos * is_last
+            ends.append(len(tokens))
+        added = np.zeros(len(tokens), bool)
+        if self.bos:
+            added[np.array(ends[:-1])[first]] = True
+        added[np.array(ends[1:])[np.array(last)] - 1] = True
+        ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
+        return ids, np.diff(ends)
 
 
 class Tokens:
