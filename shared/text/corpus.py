@@ -86,8 +86,8 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
 class Corpus(NamedTuple):
     """Sequences to train and to validate on."""
 
-    train: Any  # `Tokens`, or those of several sources
-    validation: Any
+    train: Mixed  # of `Tokens`
+    validation: Mixed
     tokenizer: PreTrainedTokenizerBase
     about: str  # a line for people
     fingerprint: str  # changes when the samples do
@@ -139,8 +139,8 @@ def open_corpus(
     fingerprints = [part.fingerprint for part in (*trained.values(), *parts)]
     per_token = [part.bytes_per_token(tokenizer) for part in parts]
     return Corpus(
-        Mixed(trained) if config.mix_weights else trained[""],
-        Mixed(validated) if config.mix_weights else validated[""],
+        Mixed(trained),
+        Mixed(validated),
         tokenizer,
         "; ".join(about),
         prepared.fingerprint(parts=fingerprints),
@@ -367,16 +367,6 @@ class Tokens:
         return len(text.encode()) / len(ids)
 
 
-def _held_out(store: Store, percent: float, part: float) -> tuple[np.ndarray, int]:
-    """([documents, 2] first and last + 1 token of each document that `order.is_validation` names,
-    their bytes in all).
-    """
-    numbers = np.flatnonzero(is_validation(np.arange(len(store)), percent, part))
-    ends = store["ends"][numbers]
-    starts = ends - store.lengths[numbers]
-    return np.stack([starts, ends], axis=1), int(store["bytes"][numbers].sum())
-
-
 class Splits(NamedTuple):
     train: Tokens
     validation: Tokens
@@ -405,44 +395,49 @@ def open_splits(
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
-    total = len(store["tokens"])
-    validated = store
-    others = np.array([[0, total]])
-    num_bytes: int | None
+    train_spans = np.array([[0, len(store["tokens"])]])
     if given is not None:
-        validated = given
         spans = np.array([[0, len(given["tokens"])]])
-        num_bytes = int(given["bytes"].sum())
+        num_bytes: int | None = int(given["bytes"].sum())
         about = f"{len(given):,} document(s) of {given.source}"
     else:
-        wanted = share = total * validation_percent / 100
-        if eval_samples is not None:
-            most = max(2 * eval_samples * (seq_length + 1), 100 * total / len(store))
-            wanted = min(share, most)
-        spans, num_bytes = _held_out(store, validation_percent, wanted / share)
-        size = int(np.diff(spans).sum())
-        about = f"{len(spans):,} of {len(store):,} documents"
-        if size <= seq_length or not near_share(size, wanted):
-            spans = np.array([[math.ceil(total - wanted), total]])
-            num_bytes = None
-            about = (
-                f"the last {100 * wanted / total:.2g} % of the text (whole documents would be "
-                "too much or too little)"
-            )
-        others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
-        others = others[others[:, 0] < others[:, 1]]
-    train = Tokens(store, seq_length, others, isolate=isolate)
-    validation = Tokens(validated, seq_length, spans, num_bytes, isolate=isolate)
+        spans, num_bytes, about = _hold_out(store, seq_length, validation_percent, eval_samples)
+        train_spans = np.array([0, *spans.flat, train_spans[0, 1]]).reshape(-1, 2)
+        train_spans = train_spans[train_spans[:, 0] < train_spans[:, 1]]
+    train = Tokens(store, seq_length, train_spans, isolate=isolate)
+    validation = Tokens(given or store, seq_length, spans, num_bytes, isolate=isolate)
     notes = Notes()
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(
-                f"{split.store.source}: the {name} split has {split.num_tokens} "
-                "tokens, fewer than one sequence "
-                f"(--seq_length {seq_length})"
+                f"{split.store.source}: the {name} split has {split.num_tokens} tokens, fewer than "
+                f"one sequence (--seq_length {seq_length})"
             )
     notes.update(store.notes)
     if given is not None:
         notes.update(given.notes)
     about += records.not_used(notes.named("unused "))
     return Splits(train, validation, about)
+
+
+def _hold_out(
+    store: Store, seq_length: int, percent: float, eval_samples: int | None
+) -> tuple[np.ndarray, int | None, str]:
+    """(spans to validate on, see `Tokens`; their bytes of text, if known; how they were chosen)."""
+    total = len(store["tokens"])
+    wanted = share = total * percent / 100
+    if eval_samples is not None:
+        wanted = min(share, max(2 * eval_samples * (seq_length + 1), 100 * total / len(store)))
+    numbers = np.flatnonzero(is_validation(np.arange(len(store)), percent, wanted / share))
+    lengths = store.lengths[numbers]
+    size = int(lengths.sum())
+    if size > seq_length and near_share(size, wanted):
+        ends = store["ends"][numbers]
+        spans = np.stack([ends - lengths, ends], axis=1)
+        about = f"{len(numbers):,} of {len(store):,} documents"
+        return spans, int(store["bytes"][numbers].sum()), about
+    about = (
+        f"the last {100 * wanted / total:.2g} % of the text (whole documents would be too much or "
+        "too little)"
+    )
+    return np.array([[math.ceil(total - wanted), total]]), None, about
