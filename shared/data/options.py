@@ -51,7 +51,7 @@ class DataConfig:
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")
 
     def _check_mixture(self) -> None:
-        flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
+        flag = self._source_flag
         named = getattr(self, flag)
         weights = self.mix_weights
         needs_weights = weights or (len(named) > 1 and flag != "train_file")
@@ -67,7 +67,7 @@ class DataConfig:
         """
         if not self.mix_weights:
             return {"": self}
-        flag = next(flag for flag in self.SOURCES if getattr(self, flag))
+        flag = self._source_flag
         values = getattr(self, flag)
         names = [Path(value).name for value in values]
         if len(set(names)) < len(names):
@@ -79,5 +79,10 @@ class DataConfig:
         }
 
     @property
+    def _source_flag(self) -> str:
+        """The flag that names the training data; the first of them if none does."""
+        return next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
+
+    @property
     def is_demo(self) -> bool:
-        return not any(getattr(self, flag) for flag in self.SOURCES)
+        return not getattr(self, self._source_flag)

@@ -201,11 +201,9 @@ def prepare(
             code=prepared.source_of("data/store.py", "data/records.py", "data/tables.py"),
         )
     )
-    if limit is not None:
-        read = source.read
-        source = replace(source, read=lambda: islice(read(), limit))
+    limited = replace(source, read=lambda: islice(source.read(), limit))
     folder = cache_dir() / encode.kind / key
-    build = partial(_fill, source=source, encode=encode, processes=processes)
+    build = partial(_fill, source=limited, encode=encode, processes=processes)
     return Store(prepared.build_once(folder, build, continues=True))
 
 
@@ -252,16 +250,15 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state = _State()
-        if (folder / STATE).exists():  # of a killed preparation
+        held = {path.name: path.stat().st_size for path in folder.iterdir()}
+        if held.pop(STATE, 0):  # of a killed preparation
             state = _State(**json.loads((folder / STATE).read_text()))
-            held = {path.name: path.stat().st_size for path in folder.iterdir()}
             # else they lost what was written last, with the machine's power
             if all(held.get(name, 0) >= size for name, size in state.sizes.items()):
                 self.state = state
         self.notes = Notes(Counter(self.state.counts), self.state.first)
-        for path in folder.iterdir():
-            if path.name != STATE:
-                os.truncate(path, self.state.sizes.get(path.name, 0))
+        for name in held:
+            os.truncate(folder / name, self.state.sizes.get(name, 0))
         self._open: dict[str, Any] = {}
         self._saved = monotonic()
 

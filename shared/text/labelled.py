@@ -159,18 +159,10 @@ class EncodeTexts:
         found = {}
         for kind, usual in COLUMNS.items():
             named = self.columns[kind]
-            names = (named,) if named else usual
-            there = [name for name in names if name in record]
-            if there:
-                found[kind] = there[0]
-            elif names:
-                wanted = " or ".join(names)
-                has = ", ".join(map(str, record))
+            if named or usual:
                 unlabelled = ". Texts without labels: see docs/after_training.md"
-                raise ConfigError(
-                    f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column"
-                    f"{unlabelled if kind == 'label' else ''}"
-                )
+                advice = unlabelled if kind == "label" else ""
+                found[kind] = records.find_column(record, kind, named, usual, where, advice)
         return found
 
     def size(self, item: Item) -> int:
