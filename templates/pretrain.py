@@ -80,7 +80,7 @@ from torch.utils.data import default_collate
 from shared.data import records
 from shared.data.loader import Loader, evaluation_loader
 from shared.data.mixture import training_order
-from shared.data.order import Samples, require_a_batch
+from shared.data.order import Samples
 from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
@@ -142,7 +142,7 @@ def build_datasets(setup: Setup) -> Data:
             options, tokenizer, config.seq_length, isolate=options.isolate_documents
         )
         what = f"sequences of --seq_length {config.seq_length}"
-        require_a_batch(len(text.train), batch.global_batch_size, what)
+        batch.require_filled(len(text.train), what)
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
         rows_at_once = batch.micro_batch()[0]
         workers = batch.dataloader_num_workers or 0

@@ -94,7 +94,7 @@ from transformers import AutoModelForCausalLM
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order, require_a_batch
+from shared.data.order import EvenSubset, Order
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.pipeline import Pipeline
@@ -131,7 +131,7 @@ def build_datasets(setup: Setup) -> Data:
     tokenizer = load_tokenizer(name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
     what = f"sequences of --seq_length {config.seq_length}"
-    require_a_batch(len(text.train), batch.global_batch_size, what)
+    batch.require_filled(len(text.train), what)
     share = sharding.share(setup.accelerator)
     rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)

@@ -41,7 +41,14 @@ class DataConfig:
             )
         if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
-        self._check_mixture()
+        source = self._source_flag
+        named = getattr(self, source)
+        needs_weights = self.mix_weights or (len(named) > 1 and source != "train_file")
+        if needs_weights and len(self.mix_weights) != len(named):
+            raise ConfigError(
+                f"--mix_weights has {len(self.mix_weights)} value(s), --{source} {len(named)}: "
+                "give one for each"
+            )
         for flag in ("train_file", "validation_file"):
             for name in getattr(self, flag):
                 if not is_url(name):
@@ -49,17 +56,6 @@ class DataConfig:
 
     # the flags that may name the training data
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")
-
-    def _check_mixture(self) -> None:
-        flag = self._source_flag
-        named = getattr(self, flag)
-        weights = self.mix_weights
-        needs_weights = weights or (len(named) > 1 and flag != "train_file")
-        if needs_weights and len(weights) != len(named):
-            raise ConfigError(
-                f"--mix_weights has {len(weights)} value(s), --{flag} "
-                f"{len(named)}: give one for each"
-            )
 
     def sources(self) -> dict[str, Self]:
         """A config for each source of a mixture, by a short name for the logs. One alone where

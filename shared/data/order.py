@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from shared.process.errors import ConfigError
-
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
 DRAWN_AT_ONCE = 4096  # positions of an epoch, at least: many cost little more than one
 
@@ -144,22 +142,6 @@ class Order:
         source of a mixture.
         """
         return {}
-
-
-def require_a_batch(count: int, global_batch_size: int, what: str, advice: str = "") -> None:
-    """Refuse fewer samples than one global batch.
-
-    Args:
-        count: of the samples.
-        what: names them.
-        advice: what to choose instead; empty: a smaller global batch.
-    """
-    if count < global_batch_size:
-        advice = advice or f"choose {count} or less"
-        raise ConfigError(
-            f"{count:,} {what} are fewer than one --global_batch_size of {global_batch_size}: "
-            f"{advice}"
-        )
 
 
 def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader, evaluation_loader
-from shared.data.order import Batch, Order, Row, require_a_batch
+from shared.data.order import Batch, Order, Row
 from shared.parallel import sharding
 
 
@@ -28,7 +28,7 @@ def labelled_loaders(
         ConfigError: there are fewer training samples than one global batch.
     """
     batch = setup.config.batch
-    require_a_batch(len(data.train), batch.global_batch_size, "training samples")
+    batch.require_filled(len(data.train), "training samples")
     share = sharding.share(setup.accelerator)
     workers = batch.dataloader_num_workers or 0
     train = Loader(

@@ -15,7 +15,7 @@ from torch import nn
 
 from shared.answers.answers import answer, batches, keep_rows
 from shared.data.loader import Share, Window
-from shared.data.order import IGNORED, Batch, Order, Row, micro_batches, require_a_batch
+from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.process.errors import ConfigError
@@ -52,7 +52,7 @@ class Rollouts:
 
     def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
         batch = config.batch
-        require_a_batch(len(prompts), batch.global_batch_size, "prompts")
+        batch.require_filled(len(prompts), "prompts")
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.ends = ends_of(tokenizer, prompts.end)

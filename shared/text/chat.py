@@ -213,32 +213,34 @@ class ToSamples:
         return len(str(item))
 
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
-        tokens = [np.zeros(0, np.int32)]
-        marks = [np.zeros(0, bool)]
+        samples: list[tuple[list[int], np.ndarray]] = []
         first: list[bool] = []
         columns: list[dict[str, Any]] = []
         for form, where, record in items:
             of_record = Notes()
-            samples = self.samples(record, form, where, of_record)
+            made = self.samples(record, form, where, of_record)
+            samples += made
+            first += [number == 0 for number in range(len(made))]
             names = of_record.named("unused ") if form != "plain text" else ()
-            columns += [{name: record[name] for name in names if name in record}] * len(samples)
+            columns += [{name: record[name] for name in names if name in record}] * len(made)
             notes.update(of_record)
-            for number, (ids, learned) in enumerate(samples):
-                tokens.append(np.array(ids, np.int32))
-                marks.append(learned)
-                first.append(number == 0)
             notes.add("read")
             notes.add(f"form {form}")
             if not self.encoder.has_own_template and not form.startswith(("prompt", "plain")):
                 notes.add("default template")
-            if not samples:
+            if not made:
                 notes.add("dropped")
+        tokens = [np.array(ids, np.int32) for ids, _ in samples]
+        marks = [learned for _, learned in samples]
         # nothing predicts the first token
-        targets = [int(learned[1:].sum()) for learned in marks[1:]]
-        checksums = [len(ids) << 32 | zlib.crc32(ids.tobytes()) for ids in tokens[1:]]
+        targets = [int(learned[1:].sum()) for learned in marks]
+        checksums = [len(ids) << 32 | zlib.crc32(ids.tobytes()) for ids in tokens]
         return Encoded(
-            values={"ids": np.concatenate(tokens), "learned": np.concatenate(marks)},
-            ends=np.cumsum([len(ids) for ids in tokens[1:]], dtype=np.int64),
+            values={
+                "ids": np.concatenate([np.zeros(0, np.int32), *tokens]),
+                "learned": np.concatenate([np.zeros(0, bool), *marks]),
+            },
+            ends=np.cumsum([len(ids) for ids in tokens], dtype=np.int64),
             table={
                 "targets": np.array(targets, np.int32),
                 "first": np.array(first, bool),

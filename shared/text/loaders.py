@@ -12,7 +12,6 @@ from torch import nn
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader, evaluation_loader
 from shared.data.mixture import training_order
-from shared.data.order import require_a_batch
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
@@ -110,7 +109,7 @@ def build_loaders(
             f"; packed into {len(rows):,} rows of {options.seq_length} tokens, "
             f"{rows.waste:.1%} of them empty"
         )
-    require_a_batch(len(rows), batch.global_batch_size, what, advice)
+    batch.require_filled(len(rows), what, advice)
     order = order_of(rows, batch.global_batch_size, batch.seed, options.mix_weights)
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers

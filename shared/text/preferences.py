@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from shared import demo
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader, Share, evaluation_loader
-from shared.data.order import IGNORED, Batch, Row, require_a_batch
+from shared.data.order import IGNORED, Batch, Row
 from shared.data.records import Source
 from shared.data.store import Notes
 from shared.parallel import sharding
@@ -223,7 +223,7 @@ def build_loaders(
     Raises:
         ConfigError: there are fewer pairs than one global batch.
     """
-    require_a_batch(len(train), batch.global_batch_size, "pairs")
+    batch.require_filled(len(train), "pairs")
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)

@@ -223,7 +223,7 @@ class Stream:
         long.
         """
         first = next(self.sequences(validation=False))
-        return to_device(self._batch([first] * rows), self.share.device)
+        return self._batch([first] * rows)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
@@ -286,9 +286,8 @@ class Stream:
         share = self.share
         numbers = np.arange(len(sequences))
         split = micro_batches(numbers, share.rank, share.world_size, self.per_device)
-        rows = [self._batch([sequences[i][1] for i in indices]) for indices in split]
         return Window(
-            [to_device(batch, share.device) for batch in rows],
+            [self._batch([sequences[i][1] for i in indices]) for indices in split],
             len(sequences) * self.seq_length,
             len(sequences),
             place["epoch"],
@@ -300,8 +299,9 @@ class Stream:
     def _batch(self, sequences: list[np.ndarray]) -> Batch:
         tokens = torch.from_numpy(np.stack(sequences))
         batch = self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-        is_copied = self.share.device.type == "cuda"
-        return {key: row.pin_memory() for key, row in batch.items()} if is_copied else batch
+        if self.share.device.type == "cuda":
+            batch = {key: row.pin_memory() for key, row in batch.items()}
+        return to_device(batch, self.share.device)
 
 
 def _chunk(
