@@ -78,9 +78,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shared.data import records
-from shared.data.loader import Loader, evaluation_loader
+from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.order import Samples
+from shared.data.order import EvenSubset, Order, Samples
 from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
@@ -154,9 +154,10 @@ def build_datasets(setup: Setup) -> Data:
         about = text.about
         fingerprint = text.fingerprint
         bytes_per_token = text.bytes_per_token
-    validation = evaluation_loader(
-        held_out, options.eval_samples, collate, share, batch.per_device_eval_batch_size
-    )
+    chosen = EvenSubset(held_out, options.eval_samples)
+    eval_size = batch.per_device_eval_batch_size
+    eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
+    validation = Loader(chosen, collate, eval_order, share, per_device=eval_size)
     return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from shared.data.order import (
     IGNORED,
     Batch,
-    EvenSubset,
     Order,
     Row,
     Samples,
@@ -373,25 +372,6 @@ class Loader:
             pin_memory=self.share.device.type == "cuda",
             prefetch_factor=4 if self.num_workers else None,
         )
-
-
-def evaluation_loader(
-    samples: Any,
-    count: int,
-    collate: Callable[[list[Row]], Batch],
-    share: Share,
-    per_device: int,
-    **options: Any,
-) -> Loader:
-    """Batches of `count` samples, evenly spaced, or of all if there are fewer; in their order.
-
-    Args:
-        per_device: rows that each process evaluates at once.
-        options: of `Loader`.
-    """
-    chosen = EvenSubset(samples, count)
-    order = Order(len(chosen), per_device * share.world_size, 0, shuffle=False)
-    return Loader(chosen, collate, order, share, per_device=per_device, **options)
 
 
 @dataclass(frozen=True)

@@ -165,29 +165,6 @@ def not_used(names: Collection[str]) -> str:
     return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
-def find_column(
-    record: Collection[str],
-    kind: str,
-    named: str | None,
-    usual: Sequence[str],
-    where: str,
-    advice: str = "",
-) -> str:
-    """The column of a record that --<kind>_column names, or else the first of the usual ones.
-
-    Raises:
-        ConfigError: it is not there. `advice` ends the message.
-    """
-    column = named or next((name for name in usual if name in record), "")
-    if column not in record:
-        wanted = repr(named) if named else f"{', '.join(usual[:-1])} or {usual[-1]}"
-        has = ", ".join(map(str, record)) or "none"
-        raise ConfigError(
-            f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column{advice}"
-        )
-    return column
-
-
 def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records:
     """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then
     where reading stands.

@@ -1,10 +1,11 @@
 """Micro-batches of labelled samples, to train on and to validate on."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shared.data.labels import LabelledData
-from shared.data.loader import Loader, evaluation_loader
+from shared.data.loader import Loader
 from shared.data.order import Batch, Order, Row
 from shared.parallel import sharding
 
@@ -30,23 +31,12 @@ def labelled_loaders(
     batch = setup.config.batch
     batch.require_filled(len(data.train), "training samples")
     share = sharding.share(setup.accelerator)
+    size = batch.per_device_eval_batch_size
+    eval_order = Order(len(data.validation), size * share.world_size, 0, shuffle=False)
     workers = batch.dataloader_num_workers or 0
-    train = Loader(
-        data.train,
-        collate,
-        order,
-        share,
-        per_device=batch.micro_batch()[0],
-        num_workers=workers,
-        transform=transform,
+    loader = partial(Loader, collate=collate, share=share, num_workers=workers)
+    rows = batch.micro_batch()[0]
+    return (
+        loader(data.train, order=order, per_device=rows, transform=transform),
+        loader(data.validation, order=eval_order, per_device=size, transform=eval_transform),
     )
-    validation = evaluation_loader(
-        data.validation,
-        len(data.validation),
-        collate,
-        share,
-        batch.per_device_eval_batch_size,
-        num_workers=workers,
-        transform=eval_transform,
-    )
-    return train, validation

@@ -250,7 +250,13 @@ def _add_lists(listed: Listed, config: ImageConfig, flag: str) -> None:
 def column_of(record: Any, config: ImageConfig, kind: str, where: str) -> str:
     """The name of the column that holds the `image` or the `label`."""
     named = getattr(config, f"{kind}_column")
-    return records.find_column(record, kind, named, COLUMNS[kind], where)
+    column = named or next((name for name in COLUMNS[kind] if name in record), "")
+    if column not in record:
+        wanted = repr(named) if named else f"{', '.join(COLUMNS[kind][:-1])} or {COLUMNS[kind][-1]}"
+        raise ConfigError(
+            f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column"
+        )
+    return column
 
 
 # Data sets ----------------------------------------------------------------------------------------

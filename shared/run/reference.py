@@ -70,7 +70,7 @@ def add_reference(
         pairs.reference = np.load(folder / name)
         return "read"
     found = torch.zeros(len(pairs), 2, device=accelerator.device)
-    loader = one_pass(pairs, seq_length, per_device, sharding.share(accelerator))
+    loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
     training = model.training
     steps = loader.steps_per_epoch or 0
     model.eval()

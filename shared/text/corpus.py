@@ -64,7 +64,11 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
     """
     before = 0
     for where, record in source.read():
-        records.find_column(record, "text", column, (), where)
+        if column not in record:
+            columns = ", ".join(map(str, record)) or "none"
+            raise ConfigError(
+                f"{where}: no column {column!r} (has: {columns}); name it with --text_column"
+            )
         for name in records.unused(record, (column,)):
             notes.add(f"unused {name}")
         text = record[column]

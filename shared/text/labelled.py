@@ -19,7 +19,6 @@ from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
-from shared.text.packing import padded
 from shared.text.special import Special
 
 if TYPE_CHECKING:
@@ -98,13 +97,15 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
         multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer
             kernels to choose.
     """
-    filling = {"input_ids": pad_token_id, "token_type_ids": 0}
-    filling = {key: value for key, value in filling.items() if key in rows[0]}
-    batch = padded(rows, filling, multiple_of, at_most)
-    lengths = np.array([[len(row["input_ids"])] for row in rows])
-    places = np.arange(batch["input_ids"].shape[1])
-    if lengths.min() < len(places):
-        batch["attention_mask"] = (places < lengths).astype(np.int64)
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
+    batch = {}
+    for key in TOKENS.keys() & rows[0].keys():
+        batch[key] = np.full((len(rows), longest), pad_token_id if key == "input_ids" else 0)
+        for i, row in enumerate(rows):
+            batch[key][i, : len(row[key])] = row[key]
+    if lengths.min() < longest:
+        batch["attention_mask"] = (np.arange(longest) < lengths[:, None]).astype(np.int64)
     batch["labels"] = np.stack([row["labels"] for row in rows])
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
@@ -159,10 +160,18 @@ class EncodeTexts:
         found = {}
         for kind, usual in COLUMNS.items():
             named = self.columns[kind]
-            if named or usual:
+            names = (named,) if named else usual
+            there = [name for name in names if name in record]
+            if there:
+                found[kind] = there[0]
+            elif names:
+                wanted = " or ".join(names)
+                has = ", ".join(map(str, record))
                 unlabelled = ". Texts without labels: see docs/after_training.md"
-                advice = unlabelled if kind == "label" else ""
-                found[kind] = records.find_column(record, kind, named, usual, where, advice)
+                raise ConfigError(
+                    f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column"
+                    f"{unlabelled if kind == 'label' else ''}"
+                )
         return found
 
     def size(self, item: Item) -> int:

@@ -10,8 +10,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import BatchConfig
-from shared.data.loader import Loader, evaluation_loader
+from shared.data.loader import Loader
 from shared.data.mixture import training_order
+from shared.data.order import EvenSubset, Order
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
@@ -117,12 +118,14 @@ def build_loaders(
     loader = Loader(
         rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
-    validation = evaluation_loader(
-        held_out,
-        options.eval_samples,
+    chosen = EvenSubset(held_out, options.eval_samples)
+    size = batch.per_device_eval_batch_size
+    validation = Loader(
+        chosen,
         partial(held_out.collate, multiple_of=64, at_most=options.seq_length),
+        Order(len(chosen), size * share.world_size, 0, shuffle=False),
         share,
-        batch.per_device_eval_batch_size,
+        per_device=size,
         num_workers=min(workers, held_out.workers),
     )
     return ChatData(loader, validation, held_out, about, fingerprint)

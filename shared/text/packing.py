@@ -2,7 +2,7 @@
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -140,27 +140,17 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
     For the arguments see `collate_packed`.
     """
-    batch = padded(rows, {"input_ids": 0, "labels": IGNORED}, multiple_of, at_most)
-    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
-
-
-def padded(
-    rows: list[Row], filling: Mapping[str, int], multiple_of: int, at_most: int | None
-) -> dict[str, np.ndarray]:
-    """[rows, longest row] int64 for each key of `filling`, with its value where a row has ended.
-
-    Args:
-        multiple_of: see `collate_packed`.
-        at_most: see `collate_packed`.
-    """
-    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max(len(row["labels"]) for row in rows)
     longest = min(longest + -longest % multiple_of, at_most or sys.maxsize)
-    batch = {key: np.full((len(rows), longest), value) for key, value in filling.items()}
+    batch = {
+        "input_ids": np.zeros((len(rows), longest), np.int64),
+        "labels": np.full((len(rows), longest), IGNORED),
+    }
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    return batch
+    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 def grouped_order(

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 
 from shared import demo
 from shared.config.options import BatchConfig
-from shared.data.loader import Loader, Share, evaluation_loader
-from shared.data.order import IGNORED, Batch, Row
+from shared.data.loader import Loader, Share
+from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source
 from shared.data.store import Notes
 from shared.parallel import sharding
@@ -24,7 +24,7 @@ from shared.text import chat
 from shared.text.forms import read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
-from shared.text.packing import collate_packed, collate_padded, grouped_order, joined
+from shared.text.packing import GroupedOrder, collate_packed, collate_padded, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,24 +227,27 @@ def build_loaders(
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
-    order = grouped_order(train, batch.global_batch_size, batch.seed)
+    order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
     loader = Loader(
         train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
-    validation = evaluation_loader(
-        held_out,
-        options.eval_samples,
-        partial(collate, packed=False),
-        share,
-        batch.per_device_eval_batch_size,
-    )
+    chosen = EvenSubset(held_out, options.eval_samples)
+    size = batch.per_device_eval_batch_size
+    validation = one_pass(chosen, None, options.seq_length, size, share)
     about = chat.describe(train.samples, options, of_record=2)
     fingerprint = f"{train.samples.fingerprint}, {held_out.samples.fingerprint}"
     return ChatData(loader, validation, held_out, about, fingerprint)
 
 
-def one_pass(pairs: Pairs, seq_length: int, per_device: int, share: Share) -> Loader:
-    """Padded batches of all pairs once, those of similar lengths together."""
-    order = grouped_order(pairs, per_device * share.world_size, 0)
+def one_pass(
+    samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share
+) -> Loader:
+    """Padded batches of all pairs once, without gradients; those of similar lengths together, if
+    these are given.
+    """
+    size = per_device * share.world_size
+    order = Order(len(samples), size, 0, shuffle=False)
+    if lengths is not None:
+        order = GroupedOrder(len(samples), size, 0, lengths=lengths)
     collate = partial(collate_pairs, packed=False, seq_length=seq_length)
-    return Loader(pairs, collate, order, share, per_device=per_device)
+    return Loader(samples, collate, order, share, per_device=per_device)
