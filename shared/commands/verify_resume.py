@@ -45,8 +45,7 @@ OURS = {
 }
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
-    "a step may depend only on its number, the seed and what the checkpoint "
-    "holds: the model, the "
+    "a step may depend only on its number, the seed and what the checkpoint holds: the model, the "
     "optimizers, run.state.notes and setup.keep"
 )
 

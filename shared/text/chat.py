@@ -125,9 +125,10 @@ class Conversations(Split):
     def targets(self) -> np.ndarray:
         return self.column("targets")
 
-    def first_ids(self, count: int = 100_000) -> np.ndarray:
-        """The first tokens of each source, as many in all: to look for rare ones."""
-        return np.concatenate([store["ids"][: count // len(self.stores)] for store in self.stores])
+    def first_ids(self) -> np.ndarray:
+        """The first tokens of each source, 100,000 in all: to look for rare ones."""
+        count = 100_000 // len(self.stores)
+        return np.concatenate([store["ids"][:count] for store in self.stores])
 
     @property
     def context(self) -> float:
@@ -312,25 +313,24 @@ def open_samples(
         validated = [np.arange(len(store)) for store in held_out.values()]
         how = [f"{len(store):,} of {store.source}" for store in held_out.values()]
     else:
+        for store in trained.values():
+            if len(store) == 1:
+                raise ConfigError(
+                    f"{store.source}: a single sample cannot be split; give --validation_file"
+                )
         held_out = trained
         splits = [_hold_out(store["first"], percent) for store in trained.values()]
         numbers = [np.flatnonzero(~chosen) for chosen, _ in splits]
         validated = [np.flatnonzero(chosen) for chosen, _ in splits]
         how = [stated for _, stated in splits]
-    for store, left in zip(trained.values(), numbers, strict=True):
-        if not len(left):
-            raise ConfigError(
-                f"{store.source}: a single sample cannot be split; give --validation_file"
-            )
     notes = Notes()
     for store in trained.values():
         notes.update(store.notes)
     by_count = notes.named("end ")
     end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
-    train, validation = (
-        encode.opened(stores, chosen, end, " and ".join(how))
-        for stores, chosen in ((trained, numbers), (held_out, validated))
-    )
+    validated_on = " and ".join(how)
+    train = encode.opened(trained, numbers, end, validated_on)
+    validation = encode.opened(held_out, validated, end, validated_on)
     is_copy = np.isin(validation.column("checksum"), train.column("checksum"))
     if copies := is_copy.sum():
         note(

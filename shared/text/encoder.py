@@ -175,7 +175,7 @@ class Encoder:
             else:
                 text = render(messages)
             if wanted and self.loss_on != "all":
-                # it may refuse placeholders
+                # it may refuse placeholders, and marks suffice
                 with contextlib.suppress(*([Exception] if self.marks_turns else [])):
                     answers = find_answers(render, text, messages, wanted)
         spans = [(answer.start, answer.stop) for answer in answers]
@@ -196,11 +196,28 @@ class Encoder:
         if wanted and not spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes "
-                "of it: use a tokenizer "
-                "whose template marks it with {% generation %}, --loss_on completion (the last "
-                "answer), or --loss_on all"
+                "of it: use a tokenizer whose template marks it with {% generation %}, --loss_on "
+                "completion (the last answer), or --loss_on all"
             )
-        for n, part in zip(wanted, learned, strict=True):
+        written = dict(zip(wanted, learned, strict=True))
+        self._check_written(messages, written, text, where, notes)
+        ids, mask, places = self._tokens(text, spans)
+        for answer in answers:
+            # a token may go across the end of the prompt
+            if answer.turn and not (answer.follows and answer.start in places):
+                notes.add("unlike", f"{where}, message {answer.turn + 1}")
+        return ids, mask
+
+    def _check_written(
+        self, messages: Messages, learned: dict[int, str], text: str, where: str, notes: Notes
+    ) -> None:
+        """Refuse an empty answer that was none, and note words that the template leaves out.
+
+        Args:
+            learned: what is learned of each wanted turn.
+            text: all that the template writes.
+        """
+        for n, part in learned.items():
             # a name of a letter may be in the end token
             words = [self._pattern.sub("", word) for word in _words(messages[n])]
             found = self._pattern.sub("", part)
@@ -211,20 +228,14 @@ class Encoder:
                 raise ConfigError(
                     f"{where}: the chat template writes nothing of what the assistant says in "
                     f"message {n + 1}, so an empty answer would be learned ({lost[0][:40]!r} is "
-                    "missing): choose a model whose chat template "
-                    'writes it, or give the message "weight": 0'
+                    "missing): choose a model whose chat template writes it, or give the message "
+                    '"weight": 0'
                 )
             if lost:
                 notes.add("lost", f"{where}, message {n + 1}: {lost[0][:40]!r}")
         for n, turn in enumerate(messages, 1):
             if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
                 notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
-        ids, mask, places = self._tokens(text, spans)
-        for answer in answers:
-            # a token may go across the end of the prompt
-            if answer.turn and not (answer.follows and answer.start in places):
-                notes.add("unlike", f"{where}, message {answer.turn + 1}")
-        return ids, mask
 
     def prompt(self, example: Example, where: str) -> list[int]:
         """The tokens of messages, up to where the next answer begins.

@@ -180,9 +180,9 @@ class ImageConversations(Conversations):
         self.processor = processor
         self.max_pixels = max_pixels
 
-    def first_ids(self, count: int = 100_000) -> np.ndarray:
+    def first_ids(self) -> np.ndarray:
         """As of `Conversations`, without tokens of images, whose embeddings are never used."""
-        ids = super().first_ids(count)
+        ids = super().first_ids()
         return ids[~np.isin(ids, self.processor.ids)]
 
     def pictures(self, index: int) -> list[Picture]:
