@@ -99,7 +99,7 @@ def build_loaders(
     what = f"rows of {len(train):,} samples"
     advice = f"choose {max(1, len(rows) // 10)} for ten steps an epoch"
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}"
-    order_of = grouped_order
+    order_of: Callable[..., Order] = grouped_order
     if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
         what = f"packed {what}"

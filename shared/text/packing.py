@@ -149,8 +149,8 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
+    targets = np.flatnonzero(batch["labels"] != IGNORED)
+    return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
 
 
 def grouped_order(
