@@ -45,8 +45,7 @@ class Stream:
     any record on.
 
     Attributes:
-        place: of the checkpoint that the run continues from, as `Window.place` gave it: see
-            `resume`.
+        place: of the checkpoint that the run continues from, as `Window.place` gave it.
         held_out_before: number of the first document after which none is held out. `held_out` finds
             it.
     """
@@ -81,10 +80,6 @@ class Stream:
         self.held_out_before: int | None = None
 
     steps_per_epoch: int | None = None
-
-    def resume(self, place: dict[str, Any]) -> None:
-        """Go on from a checkpoint's `Window.place`."""
-        self.place = place
 
     def sequences(
         self,
