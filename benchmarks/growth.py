@@ -96,7 +96,7 @@ def tokenise_text(options: argparse.Namespace, processes: int = 1) -> Callable[[
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=processes)
     encode = corpus.EncodeDocuments(tokenizer, "text")
-    return lambda: prepare_sources(config, encode, processes=processes)
+    return lambda: prepare_sources(config, encode)
 
 
 def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:

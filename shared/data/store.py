@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.process.printing import note, print_main
-
-if TYPE_CHECKING:
-    from shared.data.options import DataConfig
 
 T = TypeVar("T")
 
@@ -147,17 +144,13 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def prepare_sources(
-    config: DataConfig,
-    encode: Encode,
-    *,
-    limit: int | None = None,
-    processes: int | None = None,
+    config: Any, encode: Encode, *, limit: int | None = None
 ) -> tuple[dict[str, Store], dict[str, Store]]:
     """Prepare the data, or each source of a mixture. Every rank calls this.
 
     Args:
+        config: a `DataConfig` of text, with `preprocessing_num_workers`.
         limit: read only so many records of each source to train on.
-        processes: see `parallel_map`.
 
     Returns:
         By the names of the sources, their stores to train on, and those to validate on if they are
@@ -166,6 +159,7 @@ def prepare_sources(
     Raises:
         ConfigError: wrong input, with its place.
     """
+    processes = config.preprocessing_num_workers
     trained: dict[str, Store] = {}
     held_out: dict[str, Store] = {}
     for name, of_source in config.sources().items():

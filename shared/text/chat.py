@@ -299,12 +299,8 @@ def open_samples(
         ConfigError: wrong input, with its place, or no sample with anything to learn.
     """
     encode = kind(tokenizer, config)
-    trained, held_out = prepare_sources(
-        config,
-        encode,
-        limit=config.max_train_samples or (demo_samples if config.is_demo else None),
-        processes=config.preprocessing_num_workers,
-    )
+    limit = config.max_train_samples or (demo_samples if config.is_demo else None)
+    trained, held_out = prepare_sources(config, encode, limit=limit)
     for store in (*trained.values(), *held_out.values()):
         _check(store, config)
     percent = config.validation_split_percentage

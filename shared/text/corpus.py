@@ -113,8 +113,7 @@ def open_corpus(
     if tokenizer is None:
         tokenizer = load_tokenizer(_prepare_tokenizer(config) / "tokenizer")
     encode = EncodeDocuments(tokenizer, config.text_column)
-    processes = config.preprocessing_num_workers
-    stores, given = prepare_sources(config, encode, processes=processes)
+    stores, given = prepare_sources(config, encode)
     shared = next(iter(given.values()), None)
     splits = {
         name: open_splits(

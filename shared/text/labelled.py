@@ -217,8 +217,7 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     encode = EncodeTexts(config, tokenizer)
-    processes = config.preprocessing_num_workers
-    trained, given = prepare_sources(config, encode, processes=processes)
+    trained, given = prepare_sources(config, encode)
     source = ", ".join(store.source for store in trained.values())
     for store in trained.values():
         store.notes.warn_of_cuts(store.source, len(store))
