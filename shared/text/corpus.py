@@ -395,7 +395,9 @@ def open_splits(
         ConfigError: too little text for one sequence in each split.
     """
     train_spans = np.array([[0, len(store["tokens"])]])
+    validated = store
     if given is not None:
+        validated = given
         spans = np.array([[0, len(given["tokens"])]])
         num_bytes: int | None = int(given["bytes"].sum())
         about = f"{len(given):,} document(s) of {given.source}"
@@ -404,7 +406,7 @@ def open_splits(
         train_spans = np.array([0, *spans.flat, train_spans[0, 1]]).reshape(-1, 2)
         train_spans = train_spans[train_spans[:, 0] < train_spans[:, 1]]
     train = Tokens(store, seq_length, train_spans, isolate=isolate)
-    validation = Tokens(given or store, seq_length, spans, num_bytes, isolate=isolate)
+    validation = Tokens(validated, seq_length, spans, num_bytes, isolate=isolate)
     notes = Notes()
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
