@@ -260,17 +260,21 @@ class Encoder:
             **example.template_options,
         }
 
+    def _turns(self, messages: Messages) -> Any:
+        """The messages as the chat template takes them."""
+        return _in_parts(messages) if self.takes_parts else messages
+
     def _render(self, messages: Messages, **options: Any) -> str:
-        turns = _in_parts(messages) if self.takes_parts else messages
+        turns = self._turns(messages)
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
     def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         """(the text, what the template marks with {% generation %})."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        turns: Any = _in_parts(messages) if self.takes_parts else messages
+        turns = [self._turns(messages)]
         options = {**options, **self.tokenizer.special_tokens_map}
-        rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
+        rendered: Any = render_jinja_template(turns, return_assistant_tokens_mask=True, **options)
         (text,), (marks,) = rendered
         return text, marks
 

@@ -58,11 +58,8 @@ class ImageEncoder(Encoder):
         around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
 
-    def _render(self, messages: Messages, **options: Any) -> str:
-        return super()._render(in_parts(messages), **options)
-
-    def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
-        return super()._render_marked(in_parts(messages), **options)
+    def _turns(self, messages: Messages) -> Any:
+        return super()._turns(in_parts(messages))
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """As of `Encoder`, with the tokens of each image in place of its mark. Places count in
