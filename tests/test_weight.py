@@ -24,7 +24,7 @@ FOLDERS = {
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
-    "images": 8_200,
+    "images": 8_100,
     "models": 22_800,
     "parallel": 6_100,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 3_600,  # start.py and cache_dir came from config, record_end from run

@@ -85,18 +85,18 @@ class BatchConfig:
         return rows, share // rows
 
     def require_full_batch(self, count: int, what: str, advice: str = "") -> None:
-        """Raise a ConfigError if there is less to train on than one global batch.
+        """Refuse fewer samples than one global batch.
 
         Args:
-            count: of the rows to train on.
-            what: they are, in the plural.
-            advice: what else helps, as the end of the sentence.
+            count: of the samples.
+            what: names them.
+            advice: what to choose instead; empty: a smaller global batch.
         """
-        if count < self.global_batch_size:
+        size = self.global_batch_size
+        if count < size:
+            advice = advice or f"choose {count} or less"
             raise ConfigError(
-                f"{count:,} {what} are fewer than one --global_batch_size of "
-                f"{self.global_batch_size}: choose {count} or less ({max(1, count // 10)} for ten "
-                f"steps an epoch){advice}"
+                f"{count:,} {what} are fewer than one --global_batch_size of {size}: {advice}"
             )
 
     def total_steps(self, steps_per_epoch: int | None) -> int:

@@ -247,9 +247,8 @@ def parallel_map(
         if "DataLoader worker" not in str(error):
             raise
         raise ConfigError(
-            "a process that prepares the data has died, perhaps for lack of "
-            "memory: choose fewer with "
-            "--preprocessing_num_workers"
+            "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
+            "with --preprocessing_num_workers"
         ) from None
     finally:
         # ends the processes now: garbage collection would close files that the reader's own threads

@@ -266,7 +266,7 @@ class Setup:
         saver = Checkpointer(self, fingerprint)
         state = saver.resume()
         if state.place:
-            train.resume(state.place)
+            train.place = state.place
         rate = optim.learning_rate(config.optim, state.step, total_steps)
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(

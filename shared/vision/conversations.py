@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -57,7 +58,7 @@ class ImageEncoder(Encoder):
         around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
 
-    def _turns(self, messages: Messages) -> Messages:
+    def _turns(self, messages: Messages) -> Any:
         return super()._turns(in_parts(messages))
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
@@ -100,6 +101,9 @@ class ToImageSamples(ToSamples):
         self.sizes = encoder.sizes
         self.processor = processor
         self.vision = vision
+        self.opened = partial(
+            ImageConversations, processor=processor, max_pixels=vision.image_max_pixels
+        )
         self.pictures: list[list[Picture]] = []  # of the samples of this batch
 
     def identity(self) -> Any:
@@ -151,15 +155,6 @@ class ToImageSamples(ToSamples):
         self.pictures += [pictures] * len(samples)
         return samples
 
-    def opened(self, *arguments: Any, **named: Any) -> ImageConversations:
-        return ImageConversations(
-            *arguments,
-            **named,
-            own_template=self.encoder.has_own_template,
-            processor=self.processor,
-            max_pixels=self.vision.image_max_pixels,
-        )
-
 
 class ImageConversations(Conversations):
     """Prepared samples, one conversation with its images a row.
@@ -177,15 +172,14 @@ class ImageConversations(Conversations):
         *arguments: Any,
         processor: ImageProcessor,
         max_pixels: int | None,
-        **named: Any,
     ) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments)
         self.processor = processor
         self.max_pixels = max_pixels
 
-    def first_ids(self, count: int = 100_000) -> np.ndarray:
+    def first_ids(self) -> np.ndarray:
         """As of `Conversations`, without tokens of images, whose embeddings are never used."""
-        ids = super().first_ids(count)
+        ids = super().first_ids()
         return ids[~np.isin(ids, self.processor.ids)]
 
     def pictures(self, index: int) -> list[Picture]:
