@@ -114,24 +114,26 @@ class Checkpointer:
         """The live tensors by name: trained parameters, buffers, optimizers.
 
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
-        read back if as many ranks resume, else the shared value is.
+        read back if as many ranks resume, else the shared value is. Replicas that agree now and
+        then (--sync_every) have weights of their own, under the strategy's prefix, and those that
+        they agreed on, which evaluations use.
         """
         tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
         if self.strategy.agreed:
             tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
             tensors |= _named("ema.", self.ema.tensors)
-        trained = _named("model.", self.buffers)
-        elsewhere = self.strategy.gather(self.trainable, step)
-        if elsewhere is not None:
-            return tensors | trained | elsewhere
-        trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
+        own = _named("model.", self.buffers)
+        of_engine = self.strategy.gather(self.trainable, step)  # DeepSpeed's
+        if of_engine is not None:
+            return tensors | own | of_engine
+        own |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
-                trained[f"optimizer.{self.name_of[parameter]}.{key}"] = value
+                own[f"optimizer.{self.name_of[parameter]}.{key}"] = value
         if prefix := self.strategy.prefix:
-            trained = {prefix + name: local_part(value) for name, value in trained.items()}
-        return tensors | trained
+            own = {prefix + name: local_part(value) for name, value in own.items()}
+        return tensors | own
 
     def _to_save(self, step: int) -> dict[str, torch.Tensor]:
         """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
@@ -146,13 +148,13 @@ class Checkpointer:
         return tensors
 
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune old ones: see `_prune`. Every rank calls
-        this.
+        """Write `checkpoint-<step>`, unless that is there or nothing is learned yet, and delete old
+        ones: see `_prune`. Every rank calls this.
 
-        Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync,
-        rename, fsync of the parent, prune. Killed at any point, the checkpoints before it are what
-        they were. With --async_save all but a copy to the host's memory happens in the background:
-        see `wait`.
+        All ranks write their shards into a temporary folder beside it and agree that they could.
+        Then the main rank writes the manifest with all hashes, syncs, renames the folder and
+        syncs its parent. Killed at any point, the checkpoints before it are what they were. With
+        --async_save, all but a copy to the host's memory happens in the background: see `wait`.
 
         Raises:
             CheckpointError: on all ranks, naming the rank that failed, here or in the save before,
@@ -170,8 +172,9 @@ class Checkpointer:
                 new_folder(temporary)
         reshard(self.model)  # an evaluation may have left weights gathered
         tensors = self._to_save(state.step)
-        held = self._gather(pieces_of(tensors))  # from here on the temporary folder is there
-        mine = share_out(held)[self.accelerator.process_index]
+        # of all ranks; once they have met here, the temporary folder exists
+        pieces = self._gather(pieces_of(tensors))
+        mine = share_out(pieces)[self.accelerator.process_index]
         local = {name: local_part(tensors[name]).detach() for name in mine}
         scaler = self.accelerator.scaler  # fp16's
         manifest = self.facts | {

@@ -190,7 +190,8 @@ class Logger:
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
-        progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
+        digits = 0 if rate >= 10 else 2
+        progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.{digits}f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:

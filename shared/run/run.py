@@ -276,14 +276,11 @@ class Run:
         """
         best = self.state.best_step
         metric = self.config.evaluation.metric_for_best_model
-        if best:
-            if best != self.state.step and not self.saver.load_best(best):  # it is damaged
-                self.state.best_step = self.state.step
-                self.state.results = self.state.latest
-            print_main(
-                f"best by {metric}: step {self.state.best_step}, "
-                f"{self.state.results[f'eval_{metric}']:.4f}"
-            )
+        if best and best != self.state.step and not self.saver.load_best(best):  # it is damaged
+            self.state.best_step = self.state.step
+            self.state.results = self.state.latest
+        elif best:
+            print_main(f"best by {metric}: step {best}, {self.state.results[f'eval_{metric}']:.4f}")
         if other := self.strategy.agreed or self.ema:
             other.swap()
         self.strategy.agreed = self.ema = None  # later evaluations measure what final/ holds

@@ -28,15 +28,15 @@ class Step:
             the device: whether the losses and the norm are finite on all ranks.
 
     Attributes:
-        number: of this optimizer step, from 1.
+        number: counts optimizer steps from 1.
         indices: samples of this rank's micro-batches, -1 where a row counts for nothing.
         num_targets: targets of the global batch, over all ranks. The loss is the mean over them.
         learning_rate: of this step.
         grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
-        positions: of the labels read so far, padding included.
-        waited: seconds that reading them has taken.
+        positions: labels read so far, those of padding included.
+        waited: seconds spent reading the micro-batches.
         finite: whether losses and gradients were finite: a bool on the device, the same on all
-            ranks; None before `update`.
+            ranks, or on those of a replica; None before `update`.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Step:
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:
-        """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient
-        is not finite.
+        """Step the optimizers and clear the gradients. If loss or gradient is not finite on any
+        rank, all ranks skip the update. May be called again, with other optimizers.
         """
         norm = self.clip_gradients(0) if self._norm is None else self._norm
         self._norm = None

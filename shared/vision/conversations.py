@@ -34,8 +34,9 @@ class ImageEncoder(Encoder):
     """An `Encoder` of texts with IMAGE in them. The loss does not count tokens of images.
 
     Attributes:
-        sizes: width and height of each image of the next conversation.
-        where: its place.
+        sizes: width and height of each image of the next conversation, in pixels. Whoever calls
+            this sets them before, in place: a text with IMAGE does not say them.
+        where: its file and line, for errors.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str, processor: ImageProcessor) -> None:
@@ -55,8 +56,9 @@ class ImageEncoder(Encoder):
     ) -> tuple[list[int], np.ndarray]:
         self.where = where
         ids, learned = super().__call__(example, where, notes)
-        around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
-        return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
+        # special tokens that the processor writes around images, such as <|vision_start|>
+        borders = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
+        return ids, learned & ~np.isin(ids, [*self.processor.ids, *borders])
 
     def _turns(self, messages: Messages) -> Any:
         return super()._turns(in_parts(messages))
@@ -85,8 +87,8 @@ class ImageEncoder(Encoder):
 
 
 class ToImageSamples(ToSamples):
-    """Records with and without images to samples, see `store.Encode`. A sample that is too long is
-    left out: an image cannot be cut.
+    """Records with and without images to samples, see `store.Encode`. A sample with images that is
+    too long is left out: an image cannot be cut.
     """
 
     kind = "image-chat"
@@ -104,7 +106,7 @@ class ToImageSamples(ToSamples):
         self.opened = partial(
             ImageConversations, processor=processor, max_pixels=vision.image_max_pixels
         )
-        self.pictures: list[list[Picture]] = []  # of the samples of this batch
+        self.pictures: list[list[Picture]] = []  # of the samples that a call makes
 
     def identity(self) -> Any:
         vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
@@ -113,6 +115,7 @@ class ToImageSamples(ToSamples):
     def __call__(self, items: list[Any], notes: Notes) -> Encoded:
         self.pictures = []
         encoded = super().__call__(items, notes)
+        # without paths: images that were moved are the same data
         contents = [[picture[1:] for picture in pictures] for pictures in self.pictures]
         sums = [zlib.crc32(json.dumps(content).encode()) for content in contents]
         checksums = encoded.table["checksum"] ^ np.array(sums, np.int64)
