@@ -29,7 +29,7 @@ FOLDERS = {
     "parallel": 6_100,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 3_600,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 18_700,  # 2026-11-28: tuned.py came from dpo.py
+    "run": 18_800,  # 2026-11-28: tuned.py came from dpo.py
     "text": 20_700,
     "training": 6_300,  # flags of replicas came from config; a step may take batches that the template made
     "vision": 6_000,  # 2026-11-28: images in conversations
