@@ -96,7 +96,7 @@ def tokenise_text(options: argparse.Namespace, processes: int = 1) -> Callable[[
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=processes)
     encode = corpus.EncodeDocuments(tokenizer, "text")
-    return lambda: prepare_sources(config, encode, processes=processes)
+    return lambda: prepare_sources(config, encode)
 
 
 def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:
@@ -172,7 +172,7 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     (8 + 8 * np.arange(options.size)).tofile(folder / "ends.bin")
     np.full(options.size, 7, np.int32).tofile(folder / "targets.bin")
     chosen = [np.arange(options.size)]
-    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, validated_on="").lengths
+    return lambda: Conversations({"": Store(folder)}, chosen, None, "").lengths
 
 
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:

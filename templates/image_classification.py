@@ -271,9 +271,7 @@ def save_final(
         task = "image-classification"
         own_code = ", trust_remote_code=True" * isinstance(whole, PooledHead)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
-        (folder / "README.md").write_text(
-            run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
-        )
+        run.write_card(folder, "Image classifier", data.about, load=load, pipeline_tag=task)
     for picture in evaluation.write(run.dir, data.validation):
         run.logger.tracker.log_picture(picture.stem, picture)
 

@@ -97,7 +97,7 @@ def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.M
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = setup.config
     base = adapters.load_base(
-        config.model_name_or_path, config.adapter, config.speed, setup.accelerator, setup.device
+        config.model_name_or_path, config.adapter, config.speed, setup.accelerator
     )
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)

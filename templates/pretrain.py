@@ -141,12 +141,8 @@ def build_datasets(setup: Setup) -> Data:
         text = corpus.open_corpus(
             options, tokenizer, config.seq_length, isolate=options.isolate_documents
         )
-        if len(text.train) < batch.global_batch_size:
-            raise ConfigError(
-                f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than "
-                "one --global_batch_size "
-                f"of {batch.global_batch_size}: choose a smaller one"
-            )
+        what = f"sequences of --seq_length {config.seq_length}"
+        batch.require_full_batch(len(text.train), what)
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
         rows_at_once = batch.micro_batch()[0]
         workers = batch.dataloader_num_workers or 0
@@ -217,9 +213,7 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
             base=run.config.model.model_name_or_path,
         )
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        (folder / "README.md").write_text(
-            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
-        )
+        run.write_card(folder, "Pretrained language model", data.about, load=load)
 
 
 def main(config: Config) -> None:

@@ -130,12 +130,7 @@ def build_datasets(setup: Setup) -> Data:
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = load_tokenizer(name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
-    if len(text.train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one "
-            "--global_batch_size "
-            f"of {batch.global_batch_size}: choose a smaller one"
-        )
+    batch.require_full_batch(len(text.train), f"sequences of --seq_length {config.seq_length}")
     share = sharding.share(setup.accelerator)
     rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
@@ -205,9 +200,7 @@ def save_final(run: Run, model: Any, data: Data) -> None:
         whole.config.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-        (folder / "README.md").write_text(
-            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
-        )
+        run.write_card(folder, "Pretrained language model", data.about, load=load)
 
 
 def main(config: Config) -> None:

@@ -100,7 +100,7 @@ from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text import labelled
-from shared.text.packing import rows_order
+from shared.text.packing import grouped_order
 from shared.training import defaults, optim
 
 # By --problem_type: transformers' name of it.
@@ -161,9 +161,7 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
         pad_token_id=data.train.tokenizer.pad_token_id,
         at_most=config.data.seq_length,
     )
-    order = rows_order(
-        data.train, batch.global_batch_size, batch.seed, config.data.mix_weights, packed=False
-    )
+    order = grouped_order(data.train, batch.global_batch_size, batch.seed, config.data.mix_weights)
     usual = int(np.argsort(data.train.lengths)[len(data.train) // 2])
     return (
         *labelled_loaders(setup, data, order, collate),
@@ -222,9 +220,7 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         tokenizer.save_pretrained(folder)
         task = "text-classification"
         load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
-        (folder / "README.md").write_text(
-            run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8"
-        )
+        run.write_card(folder, "Text classifier", data.about, load=load, pipeline_tag=task)
     for picture in evaluation.write(run.dir, data.validation):
         run.logger.tracker.log_picture(picture.stem, picture)
     mistakes = evaluation.mistakes(data.validation, SHOWN)

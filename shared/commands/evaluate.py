@@ -34,8 +34,11 @@ DROPPED = {
     "max_tokens",
     "output_dir",
     "resume_from_checkpoint",
+    "validation_file",
+    "validation_dir",
+    "validation_split_name",
+    "allow_changed",
 }
-DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
 SOURCES = ("train_file", "train_dir", "dataset_name")
 KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
 ONLY = {

@@ -42,11 +42,13 @@ OURS = {
     "save_steps",
     "save_total_limit",
     "logging_steps",
+    "report_to",
+    "audit_data",
+    "resume_from_checkpoint",
+    "deterministic",
 }
-OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
-    "a step may depend only on its number, the seed and what the checkpoint "
-    "holds: the model, the "
+    "a step may depend only on its number, the seed and what the checkpoint holds: the model, the "
     "optimizers, run.state.notes and setup.keep"
 )
 

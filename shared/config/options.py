@@ -84,6 +84,21 @@ class BatchConfig:
         rows = max(n for n in range(step, most + 1, step) if share % n == 0)
         return rows, share // rows
 
+    def require_full_batch(self, count: int, what: str, advice: str = "") -> None:
+        """Refuse fewer samples than one global batch.
+
+        Args:
+            count: of the samples.
+            what: names them.
+            advice: what to choose instead; empty: a smaller global batch.
+        """
+        size = self.global_batch_size
+        if count < size:
+            advice = advice or f"choose {count} or less"
+            raise ConfigError(
+                f"{count:,} {what} are fewer than one --global_batch_size of {size}: {advice}"
+            )
+
     def total_steps(self, steps_per_epoch: int | None) -> int:
         """Optimizer steps of the whole run; one epoch when no budget is given or chosen.
 
@@ -229,7 +244,7 @@ class EvaluationConfig:
 
     def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
         """Optimizer steps between evaluations."""
-        every = self.eval_steps or steps_per_epoch or total_steps
+        every = self.eval_steps or steps_per_epoch or total_steps or 1
         steps = _steps_between(every, total_steps)
         return min(steps, math.ceil(total_steps / 2) or 1) if every < 1 else steps
 

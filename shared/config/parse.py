@@ -233,37 +233,32 @@ def parse(
     quieten_imports()
     tokens = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"}.intersection(tokens):
-        _print_help(config_class, description)
+        import tyro  # here, since only --help needs it
+
+        tyro.cli(
+            config_class,
+            args=["--help"],
+            description=description,
+            use_underscores=True,
+            console_outputs=is_main_rank(),
+            config=(tyro.conf.OmitArgPrefixes,),  # flat names; one titled help box per group
+        )
     known = flags(config_class)
     typed = _read_command_line(tokens, known)
-    in_file: dict[str, list[str]] = {}
-    places: dict[str, str] = {}
+    in_file: dict[str, tuple[list[str], str]] = {}
     if paths := typed.pop("config", None):
-        in_file, places = _read_yaml(Path(paths[-1]).expanduser(), known, only_known)
+        in_file = _read_yaml(Path(paths[-1]).expanduser(), known, only_known)
     # another budget of the command line replaces that of the file, too
     replaced = BUDGETS if BUDGETS & typed.keys() else set()
-    kept = {key: texts for key, texts in in_file.items() if key not in replaced}
+    kept = {key: texts for key, (texts, _) in in_file.items() if key not in replaced}
     try:
         values = {key: known[key].value(texts) for key, texts in (kept | typed).items()}
         return config_class(**_nested(values, config_class))
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
-        if flag and flag[1] in places.keys() - typed.keys():
-            raise ConfigError(f"{places[flag[1]]}: {error}") from None
+        if flag and flag[1] in in_file.keys() - typed.keys():
+            raise ConfigError(f"{in_file[flag[1]][1]}: {error}") from None
         raise
-
-
-def _print_help(config_class: type, description: str | None) -> None:
-    import tyro  # here, since only --help needs it
-
-    tyro.cli(
-        config_class,
-        args=["--help"],
-        description=description,
-        use_underscores=True,
-        console_outputs=is_main_rank(),
-        config=(tyro.conf.OmitArgPrefixes,),  # flat names; one titled help box per group
-    )
 
 
 def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[str, list[str]]:
@@ -305,9 +300,9 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
 
 def _read_yaml(
     path: Path, known: dict[str, Flag], only_known: bool
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The values of each key of a YAML file as text, and the file and line of each key. No YAML tag
-    is followed: values are what is written.
+) -> dict[str, tuple[list[str], str]]:
+    """(values as text, file and line) of each key of a YAML file. No YAML tag is followed: values
+    are what is written.
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -320,8 +315,7 @@ def _read_yaml(
         raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected 'key: value' lines")
-    values: dict[str, list[str]] = {}
-    places: dict[str, str] = {}
+    values: dict[str, tuple[list[str], str]] = {}
     unknown: list[str] = []
     for name, node in root.value if root else ():
         key = str(name.value).replace("-", "_")
@@ -337,13 +331,13 @@ def _read_yaml(
                 f"{place}: {key}: expected a value or a list of values; keys "
                 "are flat, as the flags are"
             )
-        values[key] = [item.value for item in items]
+        texts = [item.value for item in items]
         if node.tag.endswith(":null"):
-            values[key] = ["None" if type(None) in known[key].parts else ""]
-        places[key] = place
+            texts = ["None" if type(None) in known[key].parts else ""]
+        values[key] = texts, place
     if unknown and not only_known:
         raise ConfigError("; ".join(unknown))
-    return values, places
+    return values
 
 
 def _suggest(key: str, known: dict[str, Flag], prefix: str = "") -> str:

@@ -122,8 +122,8 @@ class _Rows:
             # the loss would be divided by `before`
             if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:
                 raise ConfigError(
-                    f"sample {index}: the transform makes {after} targets of "
-                    f"{before}: keep their number"
+                    f"sample {index}: the transform changed the number of targets from {before} to "
+                    f"{after}: keep it"
                 )
             places = row.get("position_ids", np.zeros(0))
             # a gap would begin another document
@@ -135,7 +135,7 @@ class _Rows:
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[list[int]]) -> Batch:
-        # A step that reads in its own process goes on to draw what it would draw without.
+        # Without workers, this runs in the training process, whose draws it must not change.
         with draws_kept() if self.transform else contextlib.nullcontext():
             return self.batch([self.row(*key) for key in keys])
 
@@ -204,8 +204,8 @@ def _ignore_stop_signals(_worker: int, ending: Any) -> None:
 def _workers(
     work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any
 ) -> DataLoader:
-    """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items.
-    Reads them as needed; without /dev/shm, on Linux, by itself.
+    """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items,
+    which are read as needed. On Linux without /dev/shm, the calling process does the work.
     """
     if sys.platform == "linux" and not os.path.isdir("/dev/shm"):
         num_workers = 0
@@ -247,9 +247,8 @@ def parallel_map(
         if "DataLoader worker" not in str(error):
             raise
         raise ConfigError(
-            "a process that prepares the data has died, perhaps for lack of "
-            "memory: choose fewer with "
-            "--preprocessing_num_workers"
+            "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
+            "with --preprocessing_num_workers"
         ) from None
     finally:
         # ends the processes now: garbage collection would close files that the reader's own threads
@@ -310,11 +309,11 @@ class Loader:
         return self.order.steps_per_epoch
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
-        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped
-        through to get there.
+        """Yield one window for each optimizer step in range(start, stop). It begins at `start`
+        without reading what comes before.
 
-        Its micro-batches are read as they are asked for; those that nobody asked for are skipped
-        when the next window is.
+        Micro-batches are read as they are asked for; what a window has left is skipped when the
+        next one is asked for.
 
         Raises:
             CleanExit: raised by reading a sample, here or in the micro-batches.

@@ -41,7 +41,14 @@ class DataConfig:
             )
         if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
-        self._check_mixture()
+        source = self._source_flag
+        named = getattr(self, source)
+        needs_weights = self.mix_weights or (len(named) > 1 and source != "train_file")
+        if needs_weights and len(self.mix_weights) != len(named):
+            raise ConfigError(
+                f"--mix_weights has {len(self.mix_weights)} value(s), --{source} {len(named)}: "
+                "give one for each"
+            )
         for flag in ("train_file", "validation_file"):
             for name in getattr(self, flag):
                 if not is_url(name):
@@ -50,24 +57,13 @@ class DataConfig:
     # the flags that may name the training data
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")
 
-    def _check_mixture(self) -> None:
-        flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
-        named = getattr(self, flag)
-        weights = self.mix_weights
-        needs_weights = weights or (len(named) > 1 and flag != "train_file")
-        if needs_weights and len(weights) != len(named):
-            raise ConfigError(
-                f"--mix_weights has {len(weights)} value(s), --{flag} "
-                f"{len(named)}: give one for each"
-            )
-
     def sources(self) -> dict[str, Self]:
         """A config for each source of a mixture, by a short name for the logs. One alone where
         nothing is mixed.
         """
         if not self.mix_weights:
             return {"": self}
-        flag = next(flag for flag in self.SOURCES if getattr(self, flag))
+        flag = self._source_flag
         values = getattr(self, flag)
         names = [Path(value).name for value in values]
         if len(set(names)) < len(names):
@@ -79,5 +75,10 @@ class DataConfig:
         }
 
     @property
+    def _source_flag(self) -> str:
+        """The flag that names the training data; the first of them if none does."""
+        return next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
+
+    @property
     def is_demo(self) -> bool:
-        return not any(getattr(self, flag) for flag in self.SOURCES)
+        return not getattr(self, self._source_flag)

@@ -44,6 +44,8 @@ class Cursor:
     # lines (JSON lines), rows or records before it in the file, or in the data set of the Hub
     number: int = 0
     offset: int = 0  # bytes before it in the file, for JSON lines that are not compressed
+    document: int = 0  # of a stream of documents: those before it
+    tokens: int = 0  # and their tokens to train on
     state: Any = None  # of a data set of the Hub: `IterableDataset.state_dict`, JSON-like
 
 

@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
 from shared.process.printing import note, print_main
-
-if TYPE_CHECKING:
-    from shared.data.options import DataConfig
 
 T = TypeVar("T")
 
@@ -147,17 +144,13 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def prepare_sources(
-    config: DataConfig,
-    encode: Encode,
-    *,
-    limit: int | None = None,
-    processes: int | None = None,
+    config: Any, encode: Encode, *, limit: int | None = None
 ) -> tuple[dict[str, Store], dict[str, Store]]:
     """Prepare the data, or each source of a mixture. Every rank calls this.
 
     Args:
+        config: a `DataConfig` of text, with `preprocessing_num_workers`.
         limit: read only so many records of each source to train on.
-        processes: see `parallel_map`.
 
     Returns:
         By the names of the sources, their stores to train on, and those to validate on if they are
@@ -166,6 +159,7 @@ def prepare_sources(
     Raises:
         ConfigError: wrong input, with its place.
     """
+    processes = config.preprocessing_num_workers
     trained: dict[str, Store] = {}
     held_out: dict[str, Store] = {}
     for name, of_source in config.sources().items():
@@ -201,11 +195,9 @@ def prepare(
             code=prepared.source_of("data/store.py", "data/records.py", "data/tables.py"),
         )
     )
-    if limit is not None:
-        read = source.read
-        source = replace(source, read=lambda: islice(read(), limit))
+    limited = replace(source, read=lambda: islice(source.read(), limit))
     folder = cache_dir() / encode.kind / key
-    build = partial(_fill, source=source, encode=encode, processes=processes)
+    build = partial(_fill, source=limited, encode=encode, processes=processes)
     return Store(prepared.build_once(folder, build, continues=True))
 
 
@@ -252,16 +244,15 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state = _State()
-        if (folder / STATE).exists():  # of a killed preparation
+        held = {path.name: path.stat().st_size for path in folder.iterdir()}
+        if held.pop(STATE, 0):  # of a killed preparation
             state = _State(**json.loads((folder / STATE).read_text()))
-            held = {path.name: path.stat().st_size for path in folder.iterdir()}
             # else they lost what was written last, with the machine's power
             if all(held.get(name, 0) >= size for name, size in state.sizes.items()):
                 self.state = state
         self.notes = Notes(Counter(self.state.counts), self.state.first)
-        for path in folder.iterdir():
-            if path.name != STATE:
-                os.truncate(path, self.state.sizes.get(path.name, 0))
+        for name in held:
+            os.truncate(folder / name, self.state.sizes.get(name, 0))
         self._open: dict[str, Any] = {}
         self._saved = monotonic()
 

@@ -8,7 +8,6 @@ from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import Batch, Order, Row
 from shared.parallel import sharding
-from shared.process.errors import ConfigError
 
 
 def labelled_loaders(
@@ -30,10 +29,7 @@ def labelled_loaders(
         ConfigError: there are fewer training samples than one global batch.
     """
     batch = setup.config.batch
-    if len(data.train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(data.train)} training samples are fewer than one --global_batch_size: lower it"
-        )
+    batch.require_full_batch(len(data.train), "training samples")
     share = sharding.share(setup.accelerator)
     size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), size * share.world_size, 0, shuffle=False)

@@ -4,10 +4,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
@@ -99,12 +99,24 @@ def prepare(config: ImageConfig) -> LabelledData:
     """
     configs = config.sources()
     parts = [_prepare(source) for source in configs.values()]
-    classes = tuple(in_order({name for part in parts for name in part.classes}))
-    parts = [part.numbered_as(classes) for part in parts]
-    train = _joined([part.train for part in parts])
-    train.sources = {name: len(part.train) for name, part in zip(configs, parts, strict=True)}
+    classes = tuple(in_order({name for part in parts for name in part.labels.classes}))
+    labels = [part.labels.numbered_as(classes) for part in parts]
+
+    def images(chosen: list[np.ndarray]) -> Images:
+        """The chosen images of the sources, one source after the other."""
+        values = [of.values[numbers] for of, numbers in zip(labels, chosen, strict=False)]
+        sizes = [len(numbers) for numbers in chosen]
+        source = np.repeat(np.arange(len(sizes)), sizes)
+        return Images(
+            [part.files for part in parts],
+            np.stack([source, np.concatenate(chosen)], axis=1).astype(np.int32),
+            replace(labels[0], values=np.concatenate(values)),
+            dict(zip(configs, sizes, strict=False)),
+        )
+
     is_shared = config.validation_dir or config.validation_file  # by all sources
-    validation = _joined([part.validation for part in (parts[:1] if is_shared else parts)])
+    train = images([part.train for part in parts])
+    validation = images([part.validation for part in (parts[:1] if is_shared else parts)])
     name = ", ".join(label(sources.name_of(source)) for source in configs.values())
     train.labels.require_trained(name, "image")
     if not validation.labels.counts().any():
@@ -113,19 +125,18 @@ def prepare(config: ImageConfig) -> LabelledData:
     return LabelledData(train, validation, identity, "; ".join(part.about for part in parts))
 
 
-def _joined(parts: list[Images]) -> Images:
-    """The images of several sources, one source after the other."""
-    index = [part.index + np.array([source, 0], np.int32) for source, part in enumerate(parts)]
-    labels = parts[0].labels
-    values = np.concatenate([part.labels.values for part in parts])
-    return Images(
-        [part.files[0] for part in parts],
-        np.concatenate(index),
-        Labels(labels.problem_type, labels.classes, values),
-    )
+class _Part(NamedTuple):
+    """One source: its images, and the numbers of those to train and to validate on."""
+
+    files: Files
+    labels: Labels  # of all its images
+    train: np.ndarray
+    validation: np.ndarray
+    identity: str
+    about: str
 
 
-def _prepare(config: ImageConfig) -> LabelledData:
+def _prepare(config: ImageConfig) -> _Part:
     """`prepare` for one source."""
     splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
     root = config.train_dir[0] if config.train_dir else None
@@ -202,9 +213,7 @@ def _damage(number: int, files: Files) -> str:
     return ""
 
 
-def _split(
-    config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]
-) -> LabelledData:
+def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]) -> _Part:
     bad = facts["bad"]
     numbers = np.arange(len(files))
     bad_numbers = [number for number, _ in bad]
@@ -236,14 +245,9 @@ def _split(
         about += f"; left out: {others}"
     if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
-
-    def images(chosen: np.ndarray) -> Images:
-        index = np.stack([np.zeros_like(chosen), chosen], axis=1).astype(np.int32)
-        return Images([files], index, labels.take(chosen))
-
     split = hashlib.sha256(validation.tobytes()).hexdigest()
     identity = prepared.fingerprint(content=facts["identity"], split=split, bad=bad_numbers)
-    return LabelledData(images(train), images(validation), identity, about)
+    return _Part(files, labels, train, validation, identity, about)
 
 
 def _warn_of_overlap(paths: np.ndarray, train: np.ndarray, validation: np.ndarray) -> None:

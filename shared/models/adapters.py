@@ -24,23 +24,23 @@ def load_base(
     adapter: AdapterConfig,
     speed: SpeedConfig,
     accelerator: Accelerator,
-    device: torch.device,
     *,
-    whole: bool = False,
+    to_merge: bool = False,
 ) -> Any:
-    """The frozen base model, in the launch config's precision, quantised if asked; `whole`: see
-    `load_causal_lm`.
+    """The frozen base model, in the launch config's precision, quantised if asked.
+
+    Args:
+        to_merge: whole and on the CPU, on one rank. Otherwise, every rank calls this.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         accelerator.mixed_precision, torch.float32
     )
     options: dict[str, Any] = {"dtype": dtype}
-    # These adapters begin with numbers that whole weights give.
-    whole = whole or adapter.use_dora or bool(adapter.adapter_name_or_path)
+    # The last two begin with numbers that whole weights give.
+    whole = to_merge or adapter.load_in_4bit or adapter.use_dora or adapter.adapter_name_or_path
     if adapter.load_in_4bit:
-        whole = True
         sharded = accelerator.distributed_type == DistributedType.FSDP
-        options["device_map"] = {"": device}
+        options["device_map"] = {"": torch.device("cpu") if to_merge else accelerator.device}
         options["quantization_config"] = _quantisation(name)(
             load_in_4bit=True,
             llm_int8_skip_modules=not_to_quantise(name),  # for 4 bits, too
@@ -52,7 +52,7 @@ def load_base(
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
     base = load_causal_lm(
-        name, attn_implementation=speed.attn_implementation, whole=whole, **options
+        name, attn_implementation=speed.attn_implementation, whole=bool(whole), **options
     )
     keep_4bit_layout(base)
     return base
@@ -186,8 +186,7 @@ def merge(
     """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU
     still holds the model.
     """
-    # one rank is here
-    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)
+    base = load_base(name, adapter, speed, accelerator, to_merge=True)
     if adapter.load_in_4bit:
         base = base.dequantize()
     return merge_into(base, adapter_folder)

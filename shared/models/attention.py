@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
+from shared.data.order import Batch
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
 from shared.parallel.sequence import attend_by_heads
@@ -87,17 +88,12 @@ def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
     return result
 
 
-def row_mask(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    length: int = 0,
-) -> RowMask:
-    """A mask of ones, for rows without padding: [batch, seq, ...]. For the others see `Rows`."""
+def row_mask(tokens: torch.Tensor, rows: Rows) -> RowMask:
+    """A mask of ones, for rows without padding: [batch, seq, ...]."""
     # Fake tensors lose the attribute when transformers casts them to bool.
     dtype = torch.int64 if type(tokens) is torch.Tensor else torch.bool
     ones = torch.ones(tokens.shape[:2], dtype=dtype, device=tokens.device)
-    return with_rows(ones, Rows(False, position_ids, cu_seqlens, length))
+    return with_rows(ones, rows)
 
 
 class Form(NamedTuple):
@@ -109,7 +105,7 @@ class Form(NamedTuple):
     by_kernel: bool = False  # attention takes `cu_seqlens` in place of a mask
 
 
-def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any = None) -> Any:
+def forward_rows(model: nn.Module, batch: Batch, *, like: Any = None) -> Any:
     """A model's outputs for a batch of rows: packed documents, padded texts or neither.
 
     Args:
@@ -121,21 +117,23 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
-    of_images = [name for name in batch if name.startswith("image.")]  # see `shared.vision`
-    inputs |= {name.removeprefix("image."): batch[name] for name in of_images}
+    for name in batch:
+        if name.startswith("image."):  # see `shared.vision`
+            inputs[name.removeprefix("image.")] = batch[name]
     positions = batch.get("row_positions", batch.get("position_ids"))
     length = batch["row_positions"].shape[1] if "row_positions" in batch else 0
     if "attention_mask" in batch:
         mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
     elif "position_ids" not in batch or (length and "cu_seqlens" not in batch):
-        mask = row_mask(batch["input_ids"], length=length)
+        mask = row_mask(batch["input_ids"], Rows(length=length))
     else:
         form: Form = getattr(like or model, "row_form", Form())
         if form.flat:
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
             positions = inputs["position_ids"]
-        cu_seqlens = batch["cu_seqlens"] if form.by_kernel else None
-        mask = row_mask(inputs["input_ids"], positions, cu_seqlens, length)
+        bounds = batch["cu_seqlens"] if form.by_kernel else None
+        rows = Rows(position_ids=positions, cu_seqlens=bounds, length=length)
+        mask = row_mask(inputs["input_ids"], rows)
         if form.bounds:
             inputs[form.bounds] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(inputs["position_ids"]).int()
@@ -229,6 +227,7 @@ def _is_causal_alone(
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """That of autocast where it is on, else `dtype`."""
     return (
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
     )
@@ -260,7 +259,7 @@ def attend(
         return attend_by_heads(
             attend_rows, module, states, attention_mask, scaling=scaling, **options
         )
-    if kernel is None or attention_mask is None or not takes_kernel(attention_mask, **options):
+    if kernel is None or not takes_kernel(attention_mask, **options):
         if attention_mask is not None:
             avoid_cudnn()
             if attention_mask.ndim == 1:

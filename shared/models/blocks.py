@@ -139,11 +139,27 @@ def compile_images(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes.
-    fp8's scales depend on all tokens of a batch, so every token would affect all others."""
-    training = model.training
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run without dropout and compiled code; afterwards each module has its mode again.
+
+    An evaluation's varying sizes would be compiled as variables, which are slower, and from then on
+    training would use these, too.
+    """
+    modes = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
+    """`in_eval_mode` without fp8, whose scales depend on all tokens of a batch, so that every token
+    would affect all others.
+    """
     scaled = [
         m
         for m in model.modules()
@@ -152,9 +168,8 @@ def as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with in_eval_mode(model):
             yield
     finally:
         for module in scaled:
             del module.forward
-        model.train(training)

@@ -54,8 +54,8 @@ def load_classifier(
         **options,
     )
     head = heads_of(model)
-    in_head = {id(p) for module in head for p in module.parameters()}
-    of_head = {key for key, p in model.named_parameters() if id(p) in in_head}
+    in_head = {p for module in head for p in module.parameters()}
+    of_head = {key for key, p in model.named_parameters() if p in in_head}
     lost = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     new = {key for key in lost if may_be_new in key.split(".")}
     if of_backbone := lost - of_head - new:

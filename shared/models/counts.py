@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shared.models.blocks import as_in_an_evaluation
 from shared.models.cudnn import MasksAvoidCudnn
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
@@ -71,9 +72,8 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     Raises:
         ConfigError: the model cannot take these inputs.
     """
-    training = model.training
-    model.eval()
-    with FlopCounterMode(display=False) as counter, MasksAvoidCudnn():
+    counter = FlopCounterMode(display=False)
+    with as_in_an_evaluation(model), counter, MasksAvoidCudnn():
         try:
             logits = model(**inputs).logits
         except (ValueError, RuntimeError, IndexError) as error:
@@ -86,7 +86,6 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
         if parameter.grad is None:
             parameter.requires_grad_(False)
         parameter.grad = None
-    model.train(training)
     return float(counter.get_total_flops())
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -116,7 +115,7 @@ def generate(
     left, with the cache. Ranks may have different prompts, but every rank makes the same number of
     calls.
     """
-    whole = without_adapters(extract_model_from_parallel(model))
+    whole = without_adapters(model)
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize

@@ -1,25 +1,18 @@
 """Models from the Hub or a folder, safely."""
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from shared.process.collectives import on_main
-from shared.process.errors import (
-    ConfigError,
-    NotNow,
-    first_line,
-    is_of_the_network,
-    is_out_of_memory,
-)
+from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, reason_of
 from shared.process.printing import note, print_main
 
 _AN_ADAPTER = (
@@ -44,44 +37,39 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             or has an attention that cannot be trained here.
         NotNow: the Hub does not answer.
     """
-    is_folder = os.path.isdir(name)
+    folder = Path(name)
+    is_folder = bool(name) and folder.is_dir()
     of_weights = bool(options.get("use_safetensors"))
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
-    if (
-        first is None
-        and not is_of_text
-        and os.path.isfile(os.path.join(name, "adapter_config.json"))
-    ):
+    if first is None and not is_of_text and (folder / "adapter_config.json").is_file():
         raise ConfigError(_AN_ADAPTER.format(name=name))
     if str(name).startswith(("/", ".")) and not is_folder:
         raise ConfigError(f"{name}: no such folder")
-    final = os.path.join(name, "final")
-    if os.path.isdir(final) and not os.path.exists(os.path.join(name, "config.json")):
+    final = folder / "final"
+    if final.is_dir() and not (folder / "config.json").exists():
         raise ConfigError(f"{name}: a run's folder; what it trained is in {final}")
     if is_folder and (of_weights or first is not None):
-        _refuse_pickles(Path(name))
+        _refuse_pickles(folder)
     # PEFT's classes take the base model first
     arguments = [str(name)] if first is None else [first, str(name)]
     if first is None:
         options["trust_remote_code"] = False
     whole = of_weights and "output_loading_info" not in options
+    if whole:
+        options["output_loading_info"] = True
     if of_weights:
         print_main(f"loading {name}")
     try:
-        with _no_pickles(name):
-            loaded = auto_class.from_pretrained(
-                *arguments, **options, **({"output_loading_info": True} if whole else {})
-            )
+        # PEFT falls back to a pickle without being asked
+        with mock.patch.object(torch, "load", partial(_refuse_pickle, name)):
+            loaded = auto_class.from_pretrained(*arguments, **options)
     except ConfigError:
         raise
     # these libraries raise nearly anything for a file that is not what they expect
     except Exception as error:
-        hint = "" if is_folder else "no such folder here, and "
-        if is_out_of_memory(error):
-            raise
+        reason = ("" if is_folder else "no such folder here, and ") + reason_of(error)
         if is_of_the_network(error):
-            raise NotNow(f"{name}: {hint}{first_line(error)}") from error
-        reason = f"{hint}{first_line(error)}"
+            raise NotNow(f"{name}: {reason}") from error
         if "trust_remote_code" in str(error):
             reason = (
                 "it needs code of its own, which is never run here: take an "
@@ -139,11 +127,8 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
             return auto_class.from_config(architecture, trust_remote_code=False, **options)
         return auto_class._from_config(architecture, **options)
     except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}"
-        ) from error
+        reason = reason_of(error.__cause__ or error)
+        raise ConfigError(f"{type(architecture).__name__}: {reason}") from error
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -177,22 +162,11 @@ def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def _no_pickles(name: str | Path) -> Iterator[None]:
-    """Let nothing unpickle weights meanwhile: PEFT falls back to a pickle without being asked."""
-    torch_load = torch.load
-
-    def refuse(file: Any, *_: Any, **__: Any) -> None:
-        raise ConfigError(
-            f"{name}: {file} is a pickle, which can run code when it is "
-            "read: take safetensors weights"
-        )
-
-    torch.load = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.load = torch_load
+def _refuse_pickle(name: str | Path, file: Any, *_: Any, **__: Any) -> None:
+    """Stands in for `torch.load`."""
+    raise ConfigError(
+        f"{name}: {file} is a pickle, which can run code when it is read: take safetensors weights"
+    )
 
 
 def override(config: Any, changes: str | None) -> None:

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from shared.data.order import Batch
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
-from shared.process.errors import ConfigError, first_line, is_out_of_memory
+from shared.process.errors import ConfigError, reason_of
 
 # Relative, of the kernel's results in 16 bits, against fp32. Of logits, errors of many blocks: 4
 # times.
@@ -98,7 +99,7 @@ class _Trial:
 
     def __init__(self, model: Any, device: torch.device, vocab_size: int, rows: int) -> None:
         self.model = model
-        self.whole: Any = without_adapters(extract_model_from_parallel(model))
+        self.whole: Any = without_adapters(model)
         self.device = device
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
@@ -132,10 +133,9 @@ class _Trial:
                     return True
             except Exception as error:  # a model may raise anything if it does not take this form
                 end_step(self.model)
-                if is_out_of_memory(error):
-                    raise
+                why = reason_of(error)
                 if isinstance(error, ValueError):  # transformers names the package that is missing
-                    self.hint = f": {first_line(error)}"
+                    self.hint = f": {why}"
         if not self.hint and any(
             isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
         ):
@@ -179,24 +179,19 @@ class _Trial:
                 return ""
         except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
             end_step(self.model)
-            if is_out_of_memory(error):
-                raise
-            why = first_line(error)
+            why = reason_of(error)
         self.model.row_form = form
         return why
 
-    def _logits(self, *batches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _logits(self, *batches: Batch) -> list[torch.Tensor]:
         """Of each batch, [rows, 16, vocab]."""
 
         def look(*_: Any) -> None:
             self.autocasts = torch.is_autocast_enabled(self.device.type)
 
         hook = self.whole.get_decoder().register_forward_pre_hook(look)
-        try:
-            with as_in_an_evaluation(self.model):
-                found = [forward_rows(self.model, batch).logits for batch in batches]
-        finally:
-            hook.remove()
+        with hook, as_in_an_evaluation(self.model):
+            found = [forward_rows(self.model, batch).logits for batch in batches]
         return [logits.reshape(*self.packed["input_ids"].shape, -1) for logits in found]
 
 
@@ -271,7 +266,5 @@ def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
     try:
         worst = max(error_of(kernel, heads, device) for heads in kinds)
     except Exception as error:  # a kernel may raise anything on a device that it does not support
-        if is_out_of_memory(error):
-            raise
-        return first_line(error)
+        return reason_of(error)
     return "" if worst <= MAX_ERROR else f"the kernel is off by {worst:.2g}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
@@ -67,7 +68,8 @@ def load_causal_lm(
 
 
 def without_adapters(model: Any) -> Any:
-    """The model itself, out of PEFT's wrapper if it is in one."""
+    """The model itself, out of the wrappers of the launch and of PEFT if it is in one."""
+    model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shared.data.order import IGNORED
-from shared.models.attention import forward_rows
+from shared.data.order import IGNORED, Batch
+from shared.models.attention import computed_in, forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
 from shared.parallel.sequence import over_ranks, over_rows
-from shared.process.errors import first_line, is_out_of_memory
+from shared.process.errors import reason_of
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
 # Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the
@@ -40,7 +39,7 @@ KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `measure_head`
 
 
 def causal_lm_loss(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, log: Callable[..., None] | None = None
+    model: nn.Module, batch: Batch, *, log: Callable[..., None] | None = None
 ) -> torch.Tensor:
     """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global
     batch's number of them.
@@ -68,7 +67,7 @@ def causal_lm_loss(
         )
     loss = over_ranks(batch, loss)
     if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
-        config = extract_model_from_parallel(model).config.get_text_config()
+        config = without_adapters(model).config.get_text_config()
         if can_balance(config):
             aux_loss = balancing_loss(outputs.router_logits, batch, experts_of(config)[1])
             loss = loss + config.router_aux_loss_coef * (aux_loss - aux_loss.detach())
@@ -77,9 +76,7 @@ def causal_lm_loss(
     return loss
 
 
-def _forward_with_labels(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool
-) -> Any:
+def _forward_with_labels(model: nn.Module, batch: Batch, *, by_target: bool) -> Any:
     fused: FusedHead | None = getattr(model, "fused_head", None)
     if fused is None:
         return forward_rows(model, batch)
@@ -91,7 +88,7 @@ def _forward_with_labels(
 
 
 def log_probabilities(
-    model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int
+    model: nn.Module, batch: Batch, groups: torch.Tensor, count: int
 ) -> torch.Tensor:
     """Log-probabilities of a batch's target tokens, summed over groups of them.
 
@@ -110,7 +107,7 @@ def log_probabilities(
     return over_ranks(batch, found.new_zeros(count).index_add(0, groups, found))
 
 
-def target_log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def target_log_probabilities(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The log-probability of each of a batch's target tokens.
 
     Args:
@@ -143,7 +140,7 @@ def can_balance(config: Any) -> bool:
 
 
 def balancing_loss(
-    router_logits: tuple[torch.Tensor, ...], batch: dict[str, torch.Tensor], top_k: int
+    router_logits: tuple[torch.Tensor, ...], batch: Batch, top_k: int
 ) -> torch.Tensor:
     """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of
     share x probability.
@@ -164,7 +161,7 @@ def balancing_loss(
     """
     labels = batch["labels"]
 
-    def weights_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    def weights_of(rows: Batch) -> torch.Tensor:
         used = ((rows["labels"] != IGNORED).flip(1).cumsum(1).flip(1) > 0).float()
         return used / used.sum(1, keepdim=True).clamp(min=1)
 
@@ -353,7 +350,7 @@ class FusedHead:
             states = states.index_select(0, targets)
         device = hidden.device.type
         mixed = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+        dtype = computed_in(hidden.device, hidden.dtype)
         # no adapter, not quantised
         is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -395,7 +392,7 @@ class FusedHead:
 
 
 @torch.enable_grad()
-def measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
+def measure_head(model: nn.Module, whole: Any, batch: Batch) -> Any:
     """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it
     leaves them as they are.
 
@@ -449,7 +446,7 @@ def fuse_head(
     Args:
         compiled: compile the operations between the matrix products where gradients are needed.
     """
-    whole = without_adapters(accelerator.unwrap_model(model))
+    whole = without_adapters(model)
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(
         accelerator.device
@@ -467,9 +464,7 @@ def fuse_head(
                 raise ValueError(f"{type(whole).__name__} changes what its head returns")
         # a model may raise anything if it gets a loss in place of logits
         except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            summary = f"not fused: {first_line(error)}"
+            summary = f"not fused: {reason_of(error)}"
             model.fused_head = None
         finally:
             end_step(model)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from shared.data.order import IGNORED, Batch
-from shared.models.attention import row_mask
+from shared.models.attention import Rows, row_mask
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.loss import can_balance, measure_head
-from shared.process.errors import ConfigError, first_line, is_out_of_memory
+from shared.process.errors import ConfigError, reason_of
 
 
 class _Through(nn.Module):
@@ -59,7 +59,7 @@ class _Stage(nn.Module):
         with self.autocast():
             inputs = {
                 "input_ids" if self.is_first else "inputs_embeds": x,
-                "attention_mask": row_mask(x),
+                "attention_mask": row_mask(x, Rows()),
             }
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
@@ -90,9 +90,7 @@ def try_stages(model: Any, cuts: list[int]) -> Callable[[torch.Tensor], torch.Te
         error = float((logits_of(x) - whole).norm() / whole.norm())
         why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
     except Exception as problem:  # blocks that return something else can fail anywhere
-        if is_out_of_memory(problem):
-            raise
-        why = first_line(problem)
+        why = reason_of(problem)
     if why:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "
@@ -170,30 +168,23 @@ class Pipeline:
                 f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a "
                 f"--global_batch_size so that there are at least {ranks}"
             )
+        self.readers = accelerator.num_processes // ranks
         mesh = init_device_mesh(
-            accelerator.device.type,
-            (accelerator.num_processes // ranks, ranks),
-            mesh_dim_names=("data", "pipeline"),
+            accelerator.device.type, (self.readers, ranks), mesh_dim_names=("data", "pipeline")
         )
         self.data_group = mesh["data"].get_group()
         self.group = mesh["pipeline"].get_group()
-        self.readers = accelerator.num_processes // ranks
         self.device = accelerator.device
         self.micro_batches = micro_batches
         self.scale = 1.0
         number = dist.get_rank(self.group)
         cuts = [blocks * i // ranks for i in range(ranks + 1)]
         self.logits_of = try_stages(model, cuts)
-        self.is_first = number == 0
-        self.is_last = number == ranks - 1
         self.part = _Stage(model, cuts, number, accelerator.autocast).to(self.device)
-        decoder.layers = self.part.decoder.layers
-        if not self.is_first:
-            model.set_input_embeddings(_Through())
-        if not self.is_last:
-            decoder.norm = _Through()
-            model.set_output_embeddings(_Through())
         self.stage: Any = PipelineStage(self.part, number, ranks, self.device, group=self.group)
+        decoder._modules = self.part.decoder._modules
+        if not self.stage.is_last:
+            model.set_output_embeddings(_Through())
         self.schedule = Schedule1F1B(
             self.stage, n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
         )
@@ -214,8 +205,10 @@ class Pipeline:
         batches = batches + [filling] * (
             self.micro_batches - len(batches)
         )  # which counts for nothing
-        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.is_first else ()
-        target = torch.cat([batch["labels"] for batch in batches]) if self.is_last else None
+        inputs = (
+            (torch.cat([batch["input_ids"] for batch in batches]),) if self.stage.is_first else ()
+        )
+        target = torch.cat([batch["labels"] for batch in batches]) if self.stage.is_last else None
         losses: list[torch.Tensor] = []
         run(*inputs, target=target, losses=losses)
         total = (

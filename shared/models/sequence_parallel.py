@@ -9,6 +9,7 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
+from shared.data.order import Batch
 from shared.data.stretches import cut, own_part
 from shared.models.attention import forward_rows
 from shared.models.blocks import as_in_an_evaluation
@@ -17,7 +18,7 @@ from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
-from shared.process.errors import ConfigError, first_line, is_out_of_memory
+from shared.process.errors import ConfigError, reason_of
 
 # Their angles depend on the longest position of a forward, of which each rank has its own.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -62,12 +63,12 @@ class SequenceParallel(Strategy):
         """
         # the first rank's part may be right where those of others are not
         if why := next(filter(None, gather_object([self._why_not(model)])), ""):
-            kind = type(without_adapters(self.accelerator.unwrap_model(model))).__name__
+            kind = type(without_adapters(model)).__name__
             raise ConfigError(f"{kind} does not work with {self.title}: {why}; use fsdp2.yaml")
 
     @torch.no_grad()
     def _why_not(self, model: Any) -> str:
-        whole: Any = without_adapters(self.accelerator.unwrap_model(model))
+        whole: Any = without_adapters(model)
         config = whole.config.get_text_config()
         count = ranks.sequence_ranks()
         if parts_that_choose(whole):
@@ -92,9 +93,7 @@ class SequenceParallel(Strategy):
         except ConfigError:
             raise
         except Exception as error:  # a model may raise anything
-            if is_out_of_memory(error):
-                raise
-            return first_line(error)
+            return reason_of(error)
         in_16_bits = self.accelerator.mixed_precision != "no"
         in_16_bits |= next(whole.parameters()).dtype.itemsize == 2
         limit = 4 * MAX_ERROR if in_16_bits else FP32_ERROR
@@ -102,7 +101,7 @@ class SequenceParallel(Strategy):
             return ""
         return "its logits differ from those of whole rows, as with recurrent layers"
 
-    def _error(self, model: Any, batch: dict[str, torch.Tensor]) -> float:
+    def _error(self, model: Any, batch: Batch) -> float:
         expected, found = (
             forward_rows(model, {name: t.to(self.accelerator.device) for name, t in rows.items()})
             for rows in (batch, cut(batch))

@@ -41,9 +41,8 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     """
     modules = {name: module for name, module in base.named_modules() if name}
     parameters = dict(base.named_parameters())
-    inside = {
-        name: module for name, module in modules.items() if not _is_in(name, outer_parts(base))
-    }
+    outer = outer_parts(base)
+    inside = {name: module for name, module in modules.items() if not _is_in(name, outer)}
     _require_names("modules_to_save", adapter.modules_to_save, [*modules])
     if adapter.lora_target_modules != ("all-linear",):
         _require_names("lora_target_modules", adapter.lora_target_modules, [*modules, *parameters])
@@ -54,18 +53,19 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         return Targets([*dict.fromkeys(chain(*found))], rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
     inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
-    linear = {
+    head = base.get_output_embeddings()
+    reasons = {
         name: _why_not(name, module, base, adapter)
         for name, module in inside.items()
-        if _is_linear(module, base)
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
     }
-    chosen = [name for name, reason in linear.items() if not reason]
+    chosen = [name for name, reason in reasons.items() if not reason]
     # PEFT takes some names for fused experts'. By their parameters these layers can be named all
     # the same.
     as_module = _names_that_peft_keeps(base, chosen)
     fused = _fused_experts(inside, experts_of(base.config)[0])
     by_parameter = [*(f"{name}.weight" for name in chosen if name not in as_module), *fused]
-    reasons = linear | {name: _why_not_by_parameter(name, fused, adapter) for name in by_parameter}
+    reasons |= {name: _why_not_by_parameter(name, fused, adapter) for name in by_parameter}
     for name in [*as_module, *by_parameter]:
         if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
             reasons[name] = "PEFT would not load them"
@@ -76,17 +76,14 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         size = sum(parameters[name].numel() for name in in_16_bits)
         note(f"the fused experts, {size:,} parameters, stay in 16 bits: no option quantises them")
     targets = [name for name in by_parameter if not reasons[name]]
-    left_out = {
-        reason: [name for name in reasons if reasons[name] == reason]
-        for reason in reasons.values()
-        if reason
-    }
+    left_out = []
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        names = _shortest([name for name in reasons if reasons[name] == reason], [])
+        left_out.append(f"{', '.join(names)} ({reason})")
     return Targets(
         target_modules=[name for name in as_module if not reasons[name]],
         target_parameters=_shortest(targets, [name for name in parameters if name not in targets]),
-        left_out=[
-            f"{', '.join(_shortest(names, []))} ({reason})" for reason, names in left_out.items()
-        ],
+        left_out=left_out,
     )
 
 
@@ -96,22 +93,20 @@ def _require_names(flag: str, wanted: tuple[str, ...], names: list[str]) -> None
             raise ConfigError(f"--{flag} {name}: the model has no module of that name")
 
 
-def _is_linear(module: nn.Module, base: Any) -> bool:
-    return isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
-
-
 def _why_not(name: str, module: Any, base: Any, adapter: AdapterConfig) -> str:
     """Why a linear layer carries no adapter; "" if it does."""
-    parent, _, child = name.rpartition(".")
-    if _is_router(name, module, experts_of(base.config)[0]):
+    experts = experts_of(base.config)[0]
+    # one for each expert, or the gate of a shared one
+    has_scores = getattr(module, "out_features", None) in (1, experts)
+    if experts and has_scores and re.search(r"router|gate(\.|$)", name):
         return "routers"
-    if "experts" in parent.split(".") and not adapter.lora_experts:
+    if "experts" in name.split(".")[:-1] and not adapter.lora_experts:
         return "--no_lora_experts"
     if _is_in(name, parts_that_choose(base)):
         return "they choose tokens, and get no gradient"
     if not _is_one_product(module):
         return "more than one matrix product"
-    if _reads_weight(base.get_submodule(parent), child):
+    if _reads_weight(base, name):
         return "the weight is read past the adapter"
     return ""
 
@@ -129,24 +124,24 @@ def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -
     return ""
 
 
-def not_to_quantise(name: str) -> list[str] | None:
-    """The modules of the checkpoint `name` that stay in 16 bits; None: as the library chooses, all
-    but the head.
+def not_to_quantise(checkpoint: str) -> list[str] | None:
+    """The modules of a checkpoint that stay in 16 bits; None: as the library chooses, all but the
+    head.
 
     These are parts that text does not pass through, which are saved as they were, and layers whose
     weight is read as it is.
     """
-    config = from_hub(AutoConfig, name)
+    config = from_hub(AutoConfig, checkpoint)
     with torch.device("meta"):
         model = from_architecture(class_of(config), config)
-    modules = dict(model.named_modules())
-    linear = [(name, module) for name, module in modules.items() if isinstance(module, nn.Linear)]
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     kept = outer_parts(model)
-    for name, module in linear:
-        parent, _, child = name.rpartition(".")
-        if _reads_weight(modules[parent], child, also_dtype=True) or not _is_one_product(module):
+    for name, module in linear.items():
+        if _reads_weight(model, name, also_dtype=True) or not _is_one_product(module):
             kept.append(name)
-    head = [name for name, module in linear if module is model.get_output_embeddings()]
+    head = [name for name, module in linear.items() if module is model.get_output_embeddings()]
     return [*kept, *head] if kept else None
 
 
@@ -189,15 +184,6 @@ def _shortest(names: list[str], others: list[str]) -> list[str]:
     return sorted(ends)
 
 
-def _is_router(name: str, module: Any, experts: int | None) -> bool:
-    """Whether a linear layer scores experts, or is the gate of a shared one."""
-    parts = name.split(".")
-    is_named = any("router" in part or part.endswith("gate") for part in parts)
-    return (
-        experts is not None and is_named and getattr(module, "out_features", None) in (1, experts)
-    )
-
-
 def _fused_experts(modules: dict[str, Any], experts: int | None) -> list[str]:
     """Names of parameters with the weights of all experts, [experts, ...]; some models count idle
     ones, too.
@@ -224,12 +210,13 @@ def _is_one_product(module: Any) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == (2, 3, module.out_features)
 
 
-def _reads_weight(parent: Any, child: str, also_dtype: bool = False) -> bool:
-    """Whether a module's code uses a layer's weight itself, as kernels of whole Mamba blocks do: no
-    adapter would count.
+def _reads_weight(model: Any, name: str, also_dtype: bool = False) -> bool:
+    """Whether the code of the module around a layer uses its weight itself, as kernels of whole
+    Mamba blocks do: no adapter would count.
     """
+    parent, _, child = name.rpartition(".")
     try:
-        source = inspect.getsource(type(parent))
+        source = inspect.getsource(type(model.get_submodule(parent)))
     except (OSError, TypeError):
         return False
     harmless = r"(?!\.(device|shape|size))" if also_dtype else r"(?!\.(dtype|device|shape|size))"

@@ -3,16 +3,16 @@ in.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shared.parallel import zero
 from shared.parallel.gradients import local_part, reshard
+from shared.parallel.shards import whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
 
@@ -40,13 +40,13 @@ def gather_weights(
     model = accelerator.unwrap_model(model)
     reshard(model)
     weights = {}
-    values: dict[str, Any] = dict(model.named_parameters())
-    if trainable_only:
-        values = {name: p for name, p in values.items() if p.requires_grad}
+    values: dict[str, Any] = {
+        name: p for name, p in model.named_parameters() if p.requires_grad or not trainable_only
+    }
     for name, value in (values | persistent_buffers(model)).items():
         if zero.holds(value):
             value = zero.full_weight(value)
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = whole(value)
         if accelerator.is_main_process:
             cast = dtype is not None and full.is_floating_point()
             # training may go on meanwhile
@@ -56,14 +56,14 @@ def gather_weights(
 
 
 @torch.no_grad()
-def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Make buffers of floating-point numbers the same on all ranks, their mean. Every rank calls
-    this.
+def average_buffers(accelerator: Accelerator, named: Mapping[str, torch.Tensor]) -> None:
+    """Make those of the named buffers that hold floating-point numbers the same on all ranks, their
+    mean. Every rank calls this.
 
     These are BatchNorm's running statistics: each rank's are of the images that it saw. Updates are
     linear in the statistics, so averaging now and then amounts to averaging after each step.
     """
-    buffers = [b for group in groups for b in group.values() if b.is_floating_point()]
+    buffers = [b for b in named.values() if b.is_floating_point()]
     if accelerator.num_processes == 1 or not buffers:
         return
     flat = accelerator.reduce(torch.cat([b.flatten() for b in buffers]), "mean")
@@ -138,7 +138,7 @@ def evaluation_weights(
     with other.swapped_in() if other else contextlib.nullcontext():
         buffers = persistent_buffers(model)
         own = {name: buffer.clone() for name, buffer in buffers.items()}
-        average_buffers(accelerator, [buffers])
+        average_buffers(accelerator, buffers)
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from shared.process import ranks
 
@@ -57,7 +57,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
 def gradient_norm(
     accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None
 ) -> torch.Tensor:
@@ -79,10 +78,9 @@ def gradient_norm(
             for size, placement in zip(
                 gradient.device_mesh.shape, gradient.placements, strict=True
             ):
-                assert not isinstance(placement, Partial)
-                copies //= 1 if isinstance(placement, Replicate) else size
-            gradient = gradient.to_local()
-        pieces.setdefault(copies, []).append(gradient)
+                assert not placement.is_partial()
+                copies //= 1 if placement.is_replicate() else size
+        pieces.setdefault(copies, []).append(local_part(gradient))
     norms = {
         copies: nn.utils.get_total_norm(tensors).to(accelerator.device)
         for copies, tensors in pieces.items()
@@ -92,10 +90,3 @@ def gradient_norm(
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
-
-
-@torch.no_grad()
-def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all gradients in place by `factor`, a scalar tensor."""
-    if gradients:  # those of offloaded weights are on the host
-        torch._foreach_mul_([*map(local_part, gradients)], factor.to(gradients[0].device))

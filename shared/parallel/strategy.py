@@ -10,13 +10,7 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
-from shared.parallel.gradients import (
-    gradient_norm,
-    keeps_gradients,
-    local_part,
-    reshard,
-    scale_gradients,
-)
+from shared.parallel.gradients import gradient_norm, keeps_gradients, local_part
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
@@ -67,12 +61,14 @@ class Strategy:
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
         """The share of weights and optimizer state that this rank keeps between steps. Empty for a
         pipeline, whose ranks do not know the whole.
+
+        Args:
+            model: without wrappers, and with no gathered weights.
         """
         if ranks.pipeline_ranks() > 1:
             return {}
-        reshard(model)  # a forward has left weights of the root gathered
         parameters = {
-            "weights": list(self.accelerator.unwrap_model(model).parameters()),
+            "weights": list(model.parameters()),
             "optimizer state": [p for o in optimizers for g in o.param_groups for p in g["params"]],
         }
         return {
@@ -89,13 +85,14 @@ class Strategy:
 
         Args:
             loss: scalar, summed over the micro-batch's targets.
-            scale: see `step.loss_scale`.
+            scale: see `Step.scale`.
         """
         if self.accelerator.scaler is not None:  # fp16
             self.accelerator.backward(loss * scale)
         else:  # the same result bit for bit with fewer kernels
             loss.backward(torch.full_like(loss, scale))
 
+    @torch.no_grad()
     def clip(self, models: list[nn.Module], max_norm: float) -> torch.Tensor:
         """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0.
 
@@ -106,9 +103,10 @@ class Strategy:
         self.accelerator.unscale_gradients()
         gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
         norm = gradient_norm(self.accelerator, gradients, self.group)
-        if max_norm:
+        if max_norm and gradients:
             shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            scale_gradients(gradients, shrink)
+            shrink = shrink.to(gradients[0].device)  # the host, where weights are offloaded
+            torch._foreach_mul_([*map(local_part, gradients)], shrink)
         return norm
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
@@ -156,9 +154,6 @@ class Strategy:
             saved: names in the checkpoint that is to be loaded.
         """
         return {}
-
-    def begin_from_agreed(self) -> None:
-        """Let each rank's own weights be those that all agreed on."""
 
     def gather(
         self, trainable: dict[str, nn.Parameter], step: int

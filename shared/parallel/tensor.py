@@ -7,7 +7,6 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shared.parallel.shards import make_whole
@@ -93,8 +92,6 @@ def split_by_mesh(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            by_mesh.setdefault(
-                parameter.device_mesh if isinstance(parameter, DTensor) else None, []
-            ).append(parameter)
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         split += [{**group, "params": parameters} for parameters in by_mesh.values()]
     optimizer.param_groups[:] = split

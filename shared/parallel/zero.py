@@ -53,7 +53,37 @@ class DeepSpeed(Strategy):
     def prepare(
         self, model: nn.Module, optimizers: list[Any], options: OptimConfig
     ) -> tuple[Any, list[Any]]:
-        configure(self.accelerator, optimizers, options.max_grad_norm)
+        """As `Strategy.prepare`, after DeepSpeed has got the template's answers.
+
+        Raises:
+            ConfigError: the launch config has other answers, or DeepSpeed cannot work with these
+                optimizers.
+        """
+        # that of bf16 weights is another
+        if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
+            raise ConfigError(
+                "under DeepSpeed only --optim adamw works, on fp32 weights: choose it, or "
+                "fsdp2.yaml"
+            )
+        if (precision := self.accelerator.mixed_precision) in ("fp16", "fp8"):
+            raise ConfigError(f"{precision} does not work with DeepSpeed: use bf16")
+        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        answers = {
+            "gradient_clipping": (options.max_grad_norm, "--max_grad_norm"),
+            "gradient_accumulation_steps": (1, "accumulation for DeepSpeed"),
+        }
+        for key, (value, ours) in answers.items():
+            theirs = settings.get(key, "auto")
+            if theirs not in ("auto", None) and float(theirs) != value:
+                raise ConfigError(
+                    f"{key} is {theirs} in the DeepSpeed config, but {ours} is {value}: remove it "
+                    "there"
+                )
+            settings[key] = value
+        # counts for DeepSpeed's own throughput log alone
+        settings["train_micro_batch_size_per_gpu"] = 1
+        # PyTorch's AdamW runs on offloaded state, and needs no compiler
+        settings["zero_force_ds_cpu_optimizer"] = False
         return super().prepare(model, optimizers, options)
 
     def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
@@ -121,37 +151,6 @@ class DeepSpeed(Strategy):
             with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
                 parameter.copy_(weight)  # what the next forward computes with
         return True
-
-
-def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
-    """Give DeepSpeed the template's answers before `accelerator.prepare`.
-
-    Raises:
-        ConfigError: the launch config has other answers, or DeepSpeed cannot work with these
-            optimizers.
-    """
-    if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:  # bf16 weights' is own
-        raise ConfigError(
-            "under DeepSpeed only --optim adamw works, on fp32 weights: choose it, or fsdp2.yaml"
-        )
-    if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
-        raise ConfigError(f"{precision} does not work with DeepSpeed: use bf16")
-    settings = accelerator.state.deepspeed_plugin.deepspeed_config
-    answers = {
-        "gradient_clipping": (max_grad_norm, "--max_grad_norm"),
-        "gradient_accumulation_steps": (1, "accumulation for DeepSpeed"),
-    }
-    for key, (value, ours) in answers.items():
-        theirs = settings.get(key, "auto")
-        if theirs not in ("auto", None) and float(theirs) != value:
-            raise ConfigError(
-                f"{key} is {theirs} in the DeepSpeed config, but {ours} is {value}: remove it there"
-            )
-        settings[key] = value
-    # counts for DeepSpeed's own throughput log alone
-    settings["train_micro_batch_size_per_gpu"] = 1
-    # PyTorch's AdamW runs on offloaded state, and needs no compiler
-    settings["zero_force_ds_cpu_optimizer"] = False
 
 
 def holds(tensor: torch.Tensor) -> bool:

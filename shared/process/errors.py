@@ -75,17 +75,26 @@ _OF_THE_NETWORK = {
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type if it says nothing."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip()
+
+
+def reason_of(error: BaseException) -> str:
+    """What failed, in one line, for those who try whether something works. An error of memory is
+    raised again: it is no answer.
+    """
+    if is_out_of_memory(error):
+        raise error
+    return first_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device's memory does not suffice: cuBLAS, cuDNN and NCCL say so in plain
     RuntimeErrors.
     """
-    import torch  # not by those who only parse a command line
-
-    words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|(CUDA error|Cuda failure).*out of memory"
-    known = isinstance(error, torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
+    words = (  # the first is the name of PyTorch's own
+        r"^OutOfMemoryError|(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED"
+        r"|(CUDA error|Cuda failure).*out of memory"
+    )
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, RuntimeError) and bool(re.search(words, text))

@@ -25,7 +25,7 @@ _FILES_ONLY = {
 }
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until a file is on disk, or a folder's list of names, where the file system can do that.
 
     Raises:
@@ -85,8 +85,8 @@ def commit(temporary: Path, folder: Path) -> None:
             # where a mount decides on owners and permissions, nobody may change them
             with contextlib.suppress(OSError):
                 path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
-        _fsync(path)
-    _fsync(temporary)
+        fsync(path)
+    fsync(temporary)
     faults.point("save.rename")
     old = folder.with_name(f".old-{folder.name}")
     discard(old)
@@ -95,7 +95,7 @@ def commit(temporary: Path, folder: Path) -> None:
     temporary.rename(folder)
     discard(old)
     faults.point("save.renamed")
-    _fsync(folder.parent)
+    fsync(folder.parent)
 
 
 def remove(folder: Path) -> None:

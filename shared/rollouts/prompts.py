@@ -100,7 +100,7 @@ class ToPrompts(chat.ToSamples):
             ids = [*self.encoder.bos, *tokens]
         else:
             ids = self._rendered(record, asked, where)
-            for end in self.encoder.ends - {self.encoder.tokenizer.eos_token_id}:
+            for end in self.encoder.end_tokens - {self.encoder.tokenizer.eos_token_id}:
                 notes.add(f"end {end}")
         if not 0 < len(ids) <= self.seq_length:
             notes.add("long", where)

@@ -52,11 +52,7 @@ class Rollouts:
 
     def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
         batch = config.batch
-        if len(prompts) < batch.global_batch_size:
-            raise ConfigError(
-                f"{len(prompts):,} prompts are fewer than one --global_batch_size of "
-                f"{batch.global_batch_size}: choose {len(prompts)} or less"
-            )
+        batch.require_full_batch(len(prompts), "prompts")
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.ends = ends_of(tokenizer, prompts.end)

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import secrets
-import shutil
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shared.config import parse as configs
-from shared.config.options import CheckpointConfig
 from shared.models.hub import identity_of_frozen
 from shared.models.weights import average_buffers, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
 from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import first_line, is_out_of_memory
-from shared.process.files import commit, new_folder, remove
+from shared.process.files import commit, discard, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
@@ -65,13 +63,11 @@ class Checkpointer:
     def __init__(self, setup: "Setup", data: str) -> None:
         strategy = self.strategy = setup.strategy
         accelerator = self.accelerator = strategy.accelerator
-        config = setup.config
+        config = self.config = setup.config
         self.ema = setup.ema
         self.extra = setup.kept
         self.run_dir = setup.dir
         self.optimizers = setup.optimizers
-        self.options: CheckpointConfig = config.checkpoint
-        self.free = configs.free_fields(type(config))
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name, model in setup.models.items():
@@ -84,6 +80,10 @@ class Checkpointer:
                 prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
             }
             self.buffers |= _named(prefix, persistent_buffers(whole))
+        self.name_of = {p: name for name, p in self.trainable.items()}
+        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
+        # by name in a checkpoint: BatchNorm's, which each rank has of the images that it saw
+        self.statistics = {name: b for name, b in live.items() if b.is_floating_point()}
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
@@ -110,59 +110,51 @@ class Checkpointer:
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
                 )
 
-    def _statistics(self) -> dict[str, torch.Tensor]:
-        """Live buffers of floating-point numbers, by name in a checkpoint: BatchNorm's statistics.
-
-        They differ from rank to rank: each rank's are of the images that it saw.
-        """
-        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
-        return {name: b for name, b in live.items() if b.is_floating_point()}
-
     def _live(self, step: int, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
         """The live tensors by name: trained parameters, buffers, optimizers.
 
         What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
-        read back if as many ranks resume, else the shared value is.
+        read back if as many ranks resume, else the shared value is. Replicas that agree now and
+        then (--sync_every) have weights of their own, under the strategy's prefix, and those that
+        they agreed on, which evaluations use.
         """
         tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
         if self.strategy.agreed:
             tensors |= _named("model.", self.strategy.agreed.tensors)
         if self.ema:
             tensors |= _named("ema.", self.ema.tensors)
-        trained = _named("model.", self.buffers)
-        elsewhere = self.strategy.gather(self.trainable, step)
-        if elsewhere is not None:
-            return tensors | trained | elsewhere
-        trained |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
-        name_of = {p: name for name, p in self.trainable.items()}
+        own = _named("model.", self.buffers)
+        of_engine = self.strategy.gather(self.trainable, step)  # DeepSpeed's
+        if of_engine is not None:
+            return tensors | own | of_engine
+        own |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
-                trained[f"optimizer.{name_of[parameter]}.{key}"] = value
+                own[f"optimizer.{self.name_of[parameter]}.{key}"] = value
         if prefix := self.strategy.prefix:
-            trained = {prefix + name: local_part(value) for name, value in trained.items()}
-        return tensors | trained
+            own = {prefix + name: local_part(value) for name, value in own.items()}
+        return tensors | own
 
     def _to_save(self, step: int) -> dict[str, torch.Tensor]:
         """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
         as many ranks.
         """
         tensors = self._live(step)
-        own = self._statistics()
-        if self.accelerator.num_processes > 1 and own and not self.strategy.apart:
+        if self.accelerator.num_processes > 1 and not self.strategy.apart:
             # saving changes nothing in the live model
-            mean = {name: value.clone() for name, value in own.items()}
-            average_buffers(self.accelerator, [mean])
-            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
+            mean = {name: value.clone() for name, value in self.statistics.items()}
+            average_buffers(self.accelerator, mean)
+            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", self.statistics)
         return tensors
 
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune old ones: see `_prune`. Every rank calls
-        this.
+        """Write `checkpoint-<step>`, unless that is there or nothing is learned yet, and delete old
+        ones: see `_prune`. Every rank calls this.
 
-        Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync,
-        rename, fsync of the parent, prune. Killed at any point, the checkpoints before it are what
-        they were. With --async_save all but a copy to the host's memory happens in the background:
-        see `wait`.
+        All ranks write their shards into a temporary folder beside it and agree that they could.
+        Then the main rank writes the manifest with all hashes, syncs, renames the folder and
+        syncs its parent. Killed at any point, the checkpoints before it are what they were. With
+        --async_save, all but a copy to the host's memory happens in the background: see `wait`.
 
         Raises:
             CheckpointError: on all ranks, naming the rank that failed, here or in the save before,
@@ -180,8 +172,9 @@ class Checkpointer:
                 new_folder(temporary)
         reshard(self.model)  # an evaluation may have left weights gathered
         tensors = self._to_save(state.step)
-        held = self._gather(pieces_of(tensors))  # from here on the temporary folder is there
-        mine = share_out(held)[self.accelerator.process_index]
+        # of all ranks; once they have met here, the temporary folder exists
+        pieces = self._gather(pieces_of(tensors))
+        mine = share_out(pieces)[self.accelerator.process_index]
         local = {name: local_part(tensors[name]).detach() for name in mine}
         scaler = self.accelerator.scaler  # fp16's
         manifest = self.facts | {
@@ -204,12 +197,11 @@ class Checkpointer:
         folder = self.run_dir / ".tmp-gone-checkpoint-000000"
         self._save(TrainState(), folder)
         self.wait()
-        size: int = on_main(lambda: sum(file["size"] for file in verify(folder)["files"].values()))
-        self._load(folder, 0)
-        self.latest = None
+        manifest = on_main(partial(verify, folder))
+        self._load(folder, manifest)
         self.accelerator.wait_for_everyone()
-        on_main(lambda: remove(folder))
-        return size
+        on_main(partial(remove, folder))
+        return sum(file["size"] for file in manifest["files"].values())
 
     def wait(self) -> None:
         """Wait for a save in the background. Every rank calls this.
@@ -266,7 +258,7 @@ class Checkpointer:
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                discard(temporary)
             raise CheckpointError(f"{name} could not be saved: {'; '.join(problems)}")
         self.latest = folder
 
@@ -284,9 +276,11 @@ class Checkpointer:
         What this run has not written, as its manifest says, stays. One that was found damaged does
         not count, and goes.
         """
-        own = [p for p in checkpoints(self.run_dir) if _step_of(p) <= step and self._wrote(p)]
+        present = checkpoints(self.run_dir)
+        own = [p for p in present if int(p.name.split("-")[1]) <= step and self._wrote(p)]
         whole = [p for p in own if p not in self.damaged]
-        kept = [*whole[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
+        newest = whole[-self.config.checkpoint.save_total_limit :]
+        kept = [*newest, self.run_dir / f"checkpoint-{best:06d}"]
         for old in (p for p in own if p not in kept):
             try:
                 faults.point("save.prune")
@@ -300,26 +294,22 @@ class Checkpointer:
     def _wrote(self, folder: Path) -> bool:
         return facts_of(folder).get("run") == self.facts["run"]
 
-    def resume(self, named: Path | None = None) -> TrainState:
-        """Load the newest valid checkpoint of the run; if it has none, the one named, or none.
-        Every rank calls this.
-
-        Args:
-            named: a checkpoint of another folder, where the run starts. Once it has checkpoints of
-                its own, the same command continues from those.
+    def resume(self) -> TrainState:
+        """Load the newest valid checkpoint of the run; if it has none, that of another folder which
+        --resume_from_checkpoint names, or none. Every rank calls this.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned.
             NotNow: the file system gives an error.
         """
-        found = on_main(partial(self._find, named))
+        found = on_main(self._find)
         if found is None:
             return TrainState()
         folder, manifest = found
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
-        self._load(folder, state.step)
+        self._load(folder, manifest)
         if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
             state.interval = []
@@ -333,7 +323,7 @@ class Checkpointer:
         print_main(f"resumed from {folder} at step {state.step}")
         return state
 
-    def _find(self, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+    def _find(self) -> tuple[Path, dict[str, Any]] | None:
         """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
         own = checkpoints(self.run_dir)
         found = None
@@ -353,22 +343,21 @@ class Checkpointer:
                 f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
                 "it; to start anew, choose another --output_dir"
             )
+        named = self.config.checkpoint.resume_from_checkpoint
         if named is not None and found is None:
             found = named.resolve(), verify(named.resolve())
         if found is not None:
-            allowed = set(self.options.allow_changed)
-            require_compatible(*found, self.facts, free=self.free, allowed=allowed)
+            require_compatible(*found, self.facts, self.config)
         return found
 
     def _drop_unsaved(self, saved: Container[str]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
         of another --optim.
         """
-        name_of = {p: name for name, p in self.trainable.items()}
         new = set()
         for optimizer in self.optimizers:
             for parameter, key, _ in [*state_tensors(optimizer)]:
-                name = name_of[parameter]
+                name = self.name_of[parameter]
                 if f"{self.strategy.prefix}optimizer.{name}.{key}" not in saved:
                     optimizer.state.pop(parameter, None)
                     new.add(name)
@@ -384,16 +373,15 @@ class Checkpointer:
         """
         folder = self.run_dir / f"checkpoint-{step:06d}"
         try:
-            on_main(partial(verify, folder))
+            manifest = on_main(partial(verify, folder))
         except CheckpointError as error:
             print_main(f"warning: {error}; final/ holds the last weights, not the best")
             return False
-        self._load(folder, step)
+        self._load(folder, manifest)
         return True
 
-    def _load(self, folder: Path, step: int) -> None:
+    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = saved_tensors(folder)
-        facts = facts_of(folder)
 
         def fill(tensors: dict[str, torch.Tensor]) -> None:
             problem = ""
@@ -408,38 +396,35 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if self.strategy.scatter(self.trainable, step, fill):
+        if self.strategy.scatter(self.trainable, manifest["step"], fill):
             fill(_named("model.", self.buffers))
             return
-        if self.strategy.agreed and facts["replicas"] != self.strategy.apart:
+        if self.strategy.agreed and manifest["replicas"] != self.strategy.apart:
             # as --allow_changed replicas allows
             fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
-            self.strategy.begin_from_agreed()
+            self.strategy.agreed.swap()
+            self.strategy.agreed.begin()  # the replica's own are what is agreed on
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         self._drop_unsaved(saved)
-        tensors = self._live(step, saved)
+        tensors = self._live(manifest["step"], saved)
         begins = not any(name.startswith("ema.") for name in saved)
         if begins:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if facts["world_size"] == self.accelerator.num_processes:
-            for name in self._statistics():
+        if manifest["world_size"] == self.accelerator.num_processes:
+            for name in self.statistics:
                 own = f"rank{self.accelerator.process_index}.{name}"
                 if own in saved and not self.strategy.apart:
                     tensors[own] = tensors.pop(name)
         fill(tensors)
         if self.ema and begins:
             self.ema.begin()
-            print_main(f"the moving average begins at the weights of step {step}")
+            print_main(f"the moving average begins at the weights of step {manifest['step']}")
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: value for name, value in tensors.items()}
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.split("-")[1])

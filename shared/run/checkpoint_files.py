@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from shared.config import parse as configs
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, NotNow
 from shared.process.files import digest
@@ -115,12 +116,7 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 
 
 def require_compatible(
-    folder: Path,
-    before: dict[str, Any],
-    now: dict[str, Any],
-    *,
-    free: frozenset[str],
-    allowed: set[str],
+    folder: Path, before: dict[str, Any], now: dict[str, Any], config: Any
 ) -> None:
     """Print which settings differ from a checkpoint's, and refuse those that change what is
     learned.
@@ -128,8 +124,7 @@ def require_compatible(
     Args:
         before, now: the checkpoint's manifest and this run's: data, base, replicas, settings,
             strategy, versions.
-        free: settings that change nothing that is learned.
-        allowed: what `--allow_changed` names.
+        config: the template's, whose `--allow_changed` names what may differ all the same.
 
     Raises:
         ConfigError: with the settings and what to do.
@@ -142,6 +137,7 @@ def require_compatible(
             f"{now['replicas'] or 'none'}"
         ),
     }
+    allowed = set(config.checkpoint.allow_changed)
     for name, other in others.items():
         if before[name] != now[name] and name not in allowed:
             raise ConfigError(
@@ -153,7 +149,7 @@ def require_compatible(
             f"--allow_changed {' '.join(unknown)}: no setting of that name; "
             "names have spaces between them"
         )
-    refuse_changes(folder, before["settings"], now["settings"], free | allowed)
+    refuse_changes(folder, before["settings"], now["settings"], config)
     lines = _changes(before["settings"], now["settings"])
     facts = _changes(before, now)
     lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
@@ -170,11 +166,12 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def refuse_changes(
-    folder: Path, before: dict[str, Any], now: dict[str, Any], allowed: frozenset[str]
-) -> None:
-    """Raise ConfigError if settings differ from a checkpoint's and are not `allowed` to."""
+def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], config: Any) -> None:
+    """Raise ConfigError if settings differ from a checkpoint's that change what is learned and
+    that `--allow_changed` does not name.
+    """
     changed = _changes(before, now)
+    allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
     if fixed := sorted(changed.keys() & FIXED):
         raise ConfigError(
             f"{folder}: --{fixed[0]} cannot change within a run, since samples would be repeated "
@@ -184,6 +181,5 @@ def refuse_changes(
         raise ConfigError(
             f"{folder} belongs to a run that learns something else "
             f"({'; '.join(changed[name] for name in refused)}): use the same settings, another "
-            "--output_dir, or, if its weights fit this model, "
-            f"--allow_changed {' '.join(refused)}"
+            f"--output_dir, or, if its weights fit this model, --allow_changed {' '.join(refused)}"
         )

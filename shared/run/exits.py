@@ -142,8 +142,7 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
     if isinstance(error, RuntimeError) and re.search(no_shm, str(error)):
         return ConfigError(
             "/dev/shm is too small for the processes that read data: give the container more "
-            "(docker run --shm-size 8g), "
-            f"or --dataloader_num_workers 0 ({first_line(error)})"
+            f"(docker run --shm-size 8g), or --dataloader_num_workers 0 ({first_line(error)})"
         )
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
@@ -180,7 +179,7 @@ def at_step(step: int) -> None:
     _step = step
 
 
-def stop_at_once(*_: object) -> None:
+def stop_at_once() -> None:
     """From now on, end the run where a signal asks to: there is nothing to save."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end)

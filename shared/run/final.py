@@ -39,5 +39,5 @@ def save_whole(
     end_generation_at(whole, end)  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
         save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
-        card = run.card(title, about, load=usage(load_line(whole), tokenizer), base_model=name)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        load = usage(load_line(whole), tokenizer)
+        run.write_card(folder, title, about, load=load)

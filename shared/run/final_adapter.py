@@ -44,8 +44,7 @@ def save_adapter(
         copy_processor(name, folder)
         title = f"LoRA adapter of {Path(name).name}"
         load = usage(adapters.load_line(whole), tokenizer)
-        card = run.card(title, about, load=load, library_name="peft", base_model=name)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        run.write_card(folder, title, about, load=load, library_name="peft")
     if config.adapter.merge_adapter:
         merged = adapters.merge(
             name, config.adapter, config.speed, run.accelerator, run.dir / "final"
@@ -57,8 +56,7 @@ def save_adapter(
             copy_processor(name, folder)
             title = f"{Path(name).name} with a LoRA adapter merged in"
             load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
-            card = run.card(title, about, load=load, base_model=name)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            run.write_card(folder, title, about, load=load)
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(

@@ -23,10 +23,11 @@ from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
-FILES: tuple[str, ...] = ("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json")
-FILES += (audit.FOLDER, TRACE)
-REPORT = ("evaluation.json", "predictions.csv", "answers.jsonl")
-PICTURES = ("confusion_matrix.png", "mistakes.png", "answers.png")
+FILES = (
+    *("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json"),
+    *(audit.FOLDER, TRACE, "evaluation.json", "predictions.csv", "answers.jsonl"),
+    *("confusion_matrix.png", "mistakes.png", "answers.png"),
+)
 MODELS = ("final", "merged", "adapter")
 # how the lock of a run begins; a kill can leave an empty one
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
@@ -89,8 +90,7 @@ def _lock(folder: Path) -> None:
             holder = file.read().strip().rpartition("\n")[2]
             raise NotNow(
                 f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, "
-                "stop it, or choose another "
-                "folder"
+                "stop it, or choose another folder"
             ) from None
         # a file system that has no locks
         note(
@@ -99,11 +99,8 @@ def _lock(folder: Path) -> None:
         )
     _locks[folder] = file, number
     file.truncate(0)
-    file.write(f"run {number}\n")
-    file.write(
-        f"process {os.getpid()} on {socket.gethostname()} since "
-        f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-    )
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.write(f"run {number}\nprocess {os.getpid()} on {socket.gethostname()} since {now}\n")
     file.flush()
 
 
@@ -126,7 +123,7 @@ def run_id(folder: Path) -> str:
         for path in reversed(checkpoints(folder))
         if "run" in (facts := facts_of(path))
     ]
-    names = MODELS if found else (".lock", *FILES, *REPORT, *PICTURES, *MODELS)
+    names = MODELS if found else (".lock", *FILES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
         raise ConfigError(

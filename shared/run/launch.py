@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     compare_versions,
+    patch_environment,
     set_seed,
 )
 from torch import nn
@@ -63,18 +63,12 @@ def start(
     end_with_the_launcher()
     faults.point("setup")
     on_cpu = ranks.env_flag("ACCELERATE_USE_CPU")
-    if not on_cpu:
-        _refuse_to_leave_gpus_idle()
+    world_size = ranks.world_size()
+    if not on_cpu and not torch.accelerator.is_available():
+        _refuse_missing_gpus(world_size)
     quieten_libraries()
     _refuse_second_answers()
     _refuse_fewer_processes_than_asked_for()
-    world_size = ranks.world_size()
-    if world_size > 1 and not on_cpu and not torch.accelerator.is_available():
-        raise NotNow(
-            f"{world_size} processes were launched but no GPU is visible, so each would "
-            "train a model of its own. "
-            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
-        )
     _use_all_cores(world_size)
     if deterministic:
         # cuBLAS reads it when it is first used
@@ -84,7 +78,7 @@ def start(
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
-    with _sequence_ranks_in_dp():
+    with patch_environment(**_sequence_ranks_in_dp()):
         rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
         group: dict[str, Any] = {"timeout": wait}
         is_deepspeed = ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
@@ -254,16 +248,22 @@ def has_compiler() -> bool:
     return any(map(shutil.which, names))
 
 
-def _refuse_to_leave_gpus_idle() -> None:
-    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a
-    hundred times slower.
+def _refuse_missing_gpus(world_size: int) -> None:
+    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use, since a CPU would
+    train, a hundred times slower; and where several processes have no GPU.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if not hidden and _nvidia_gpus() and not torch.accelerator.is_available():
+    if not hidden and _nvidia_gpus():
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
             "without CUDA, or needs a newer driver (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true "
             "before the command to train on the CPU"
+        )
+    if world_size > 1:
+        raise NotNow(
+            f"{world_size} processes were launched but no GPU is visible, so each would "
+            "train a model of its own. "
+            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
 
 
@@ -310,23 +310,18 @@ def _fp8_recipe() -> AORecipeKwargs:
     )
 
 
-@contextlib.contextmanager
-def _sequence_ranks_in_dp() -> Iterator[None]:
-    """Hide sp_size from Accelerate, which would ask DeepSpeed for it: these ranks reduce gradients
-    as more ranks of DDP, or shards of FSDP.
+def _sequence_ranks_in_dp() -> dict[str, Any]:
+    """The environment that hides sp_size from Accelerate, which would ask DeepSpeed for it: these
+    ranks reduce gradients as more ranks of DDP, or shards of FSDP.
     """
-    changed: dict[str, str] = {}
-    if ranks.sequence_ranks() > 1:
-        ranks.data_parallel_size()  # refuses sizes that do not fit the processes
-        changed = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
-        if ranks.env_flag("ACCELERATE_USE_FSDP"):
-            size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"
-            shards = int(os.environ.get(size, "1")) * ranks.sequence_ranks()
-            changed = {size: str(shards), "PARALLELISM_CONFIG_SP_SIZE": "1"}
-    before = {name: os.environ[name] for name in changed if name in os.environ}
-    os.environ.update(changed)
-    yield
-    os.environ.update(before)
+    if ranks.sequence_ranks() == 1:
+        return {}
+    ranks.data_parallel_size()  # refuses sizes that do not fit the processes
+    if not ranks.env_flag("ACCELERATE_USE_FSDP"):
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
+    size = "PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    shards = int(os.environ.get(size, "1")) * ranks.sequence_ranks()
+    return {size: shards, "PARALLELISM_CONFIG_SP_SIZE": 1}
 
 
 def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:

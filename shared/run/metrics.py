@@ -59,7 +59,6 @@ class Logger:
     ) -> None:
         accelerator = self.accelerator = setup.accelerator
         config = setup.config
-        self.run_dir = setup.dir
         self.state = state
         # of pairs, tokens pass through the model
         self.passed = "tokens" if setup.unit == "pairs" else setup.unit
@@ -93,8 +92,7 @@ class Logger:
         for sums in saved:
             for name, value in sums.items():
                 self.sums[name] += value / len(saved)
-        self.mark = self.printed = self.begun = time.perf_counter()
-        self.drawn = self.mark
+        self.mark = self.printed = self.begun = self.drawn = time.perf_counter()
 
     def _begin_interval(self) -> None:
         device = self.accelerator.device
@@ -131,16 +129,17 @@ class Logger:
         self.mark = time.perf_counter()
 
     def step(self, step: Step, *, due: bool) -> None:
-        """Count one optimizer step; if a line is `due`, and at the last, write it. Every rank calls
-        this. The host waits for the device, and for other ranks, only in steps with a line.
+        """Count one optimizer step; if a line is `due`, write it. Every rank calls this. The host
+        waits for the device, and for other ranks, only in steps with a line.
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None
         self.sums[STEPS] += step.finite
+        scale = step.scale
         for name, values in step.sums.items():
             for value in values:
-                self.sums[name].add_(torch.where(step.finite, value, 0), alpha=step.scale)
+                self.sums[name].add_(torch.where(step.finite, value, 0), alpha=scale)
         for name, mean in step.means.items():
             self.sums[name] += mean
             self.sums[GIVEN + name] += 1
@@ -153,7 +152,7 @@ class Logger:
         if self.state.step == self.first + 1:
             self.begun = time.perf_counter()
             self.printed = -math.inf  # a resumed run shows that it goes on
-        if due or self.state.step == self.total_steps:
+        if due:
             self._write_line(step)
         else:
             self.print_each_minute(f"step {self.state.step}/{self.total_steps}")
@@ -191,7 +190,8 @@ class Logger:
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
-        progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.0f} {self.passed}/s"
+        digits = 0 if rate >= 10 else 2
+        progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.{digits}f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
@@ -259,7 +259,7 @@ class Logger:
     def draw(self, *, now: bool = False) -> None:
         """Draw curves.png, unless `now` at most once a minute: all wait. The main rank acts."""
         if self.main and (now or time.perf_counter() - self.drawn > 60):
-            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
+            draw_curves(self.file, self.best_metric)
             self.drawn = time.perf_counter()
 
 

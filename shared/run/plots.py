@@ -1,12 +1,13 @@
 """curves.png."""
 
-import json
 from pathlib import Path
 
+from shared.process.files import read_json_lines
 
-def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
+
+def draw_curves(metrics: Path, chosen: str) -> None:
     """Loss, scores of the validation, learning rate and throughput over steps, from a
-    metrics.jsonl.
+    metrics.jsonl, beside it.
 
     Args:
         chosen: the metric by which the best weights are chosen.
@@ -16,7 +17,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
 
     if not metrics.exists():
         return
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = [*read_json_lines(metrics)]
     keys = sorted({key for row in rows for key in row})
     panels = {"loss": ["loss", "eval_loss"]}
     if chosen not in ("loss", "none"):
@@ -35,7 +36,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         panel.legend(loc="upper right")  # looking for the best place may warn
-    temporary = picture.with_name(".curves.png")
+    temporary = metrics.with_name(".curves.png")
     with temporary.open("wb") as file:
         figure.savefig(file, dpi=120, format="png")
-    temporary.replace(picture)
+    temporary.replace(metrics.with_name("curves.png"))

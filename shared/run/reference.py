@@ -9,6 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from shared.data import prepared
+from shared.models.blocks import in_eval_mode
 from shared.models.hub import identity_of_weights
 from shared.models.loss import log_probabilities
 from shared.models.options import AdapterConfig
@@ -69,23 +70,17 @@ def add_reference(
     if on_main(lambda: prepared.usable(folder)):
         pairs.reference = np.load(folder / name)
         return "read"
-    found = torch.zeros(len(pairs), 2, device=accelerator.device)
+    # the last row is that of rows that only fill a batch, whose index is -1
+    found = torch.zeros(len(pairs) + 1, 2, device=accelerator.device)
     loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
-    training = model.training
     steps = loader.steps_per_epoch or 0
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):
+    with in_eval_mode(model):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):
             for indices, batch in zip(window.indices, window.micro_batches, strict=True):
-                values = log_probabilities(
-                    model, batch, batch["answers"], batch["lengths"].numel()
-                ).view(-1, 2)
-                mine = np.flatnonzero(indices >= 0)
-                found[torch.from_numpy(indices[mine]).to(found.device)] = values[
-                    torch.from_numpy(mine).to(found.device)
-                ]
-    model.train(training)
-    pairs.reference = sharding.total(accelerator, found).cpu().numpy()
+                count = batch["lengths"].numel()
+                values = log_probabilities(model, batch, batch["answers"], count)
+                found[torch.from_numpy(indices).to(found.device)] = values.view(-1, 2)
+    pairs.reference = sharding.total(accelerator, found[:-1]).cpu().numpy()
     if not np.isfinite(pairs.reference).all():
         raise ConfigError(
             "the model's log-probabilities of some answers are not finite before "

@@ -1,14 +1,13 @@
 """What is tried before the first step: does it fit, does a checkpoint work. It changes nothing."""
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, release_memory
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -106,8 +105,7 @@ class Rehearsal:
         saved = time.perf_counter()
         print_main(
             f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of "
-            f"{size / 1e9:.2f} GB "
-            f"saved and read back: {saved - trained:.1f} s"
+            f"{size / 1e9:.2f} GB saved and read back: {saved - trained:.1f} s"
         )
 
     def _clear_gradients(self) -> None:
@@ -149,9 +147,7 @@ class Rehearsal:
         if not enough:
             for model in self.models:
                 end_step(model)
-            gc.collect()
-            if self.strategy.accelerator.device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_memory()
         fits = gather_object([enough])
         gathers = ranks.sequence_ranks() > 1
         gathers |= any(isinstance(model, FSDPModule) for model in self.models)

@@ -23,6 +23,7 @@ from torch import nn
 from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.order import Batch, seed_all
+from shared.models.blocks import in_eval_mode
 from shared.models.card import model_card
 from shared.models.weights import average_buffers, evaluation_weights, persistent_buffers
 from shared.parallel import sharding
@@ -182,7 +183,8 @@ class Run:
         try:
             self.guard.stop_if_asked(now=now)
         except exits.Stopped:
-            self._save_and_close()
+            self._save()
+            self.close()
             raise
 
     def _save(self) -> None:
@@ -192,22 +194,13 @@ class Run:
         )
         self.saver.save(self.state)
 
-    def _save_and_close(self) -> None:
-        self._save()
-        self.saver.wait()
-        self.logger.close()
-
     # Evaluation -----------------------------------------------------------------------------------
 
     def should_evaluate(self) -> bool:
         """Whether an evaluation is due: before the first step, each --eval_steps, at the last step;
         once a step.
         """
-        due = (
-            self.state.step % self.eval_steps == 0
-            or self.state.step in (0, self.total_steps)
-            or self.is_last
-        )
+        due = self.is_last or self.state.step % self.eval_steps == 0
         return due and self.state.evaluated < self.state.step
 
     @contextlib.contextmanager
@@ -219,26 +212,15 @@ class Run:
         """
         self._complete_step()
         self._stop_if_asked(now=True)
-        modes = {module: module.training for module in model.modules()}
         other = self.strategy.agreed or self.ema
         weights = evaluation_weights(self.accelerator, self.unwrap(model), other)
         try:
-            # An evaluation's varying sizes would be compiled as variables, which are slower, and
-            # from then on training would use these, too.
-            with (
-                self.logger.pause(),
-                weights,
-                torch.compiler.set_stance("force_eager"),
-                torch.no_grad(),
-            ):
-                model.eval()
+            with self.logger.pause(), weights, in_eval_mode(model), torch.no_grad():
                 yield
         except exits.Stopped:
-            self._save_and_close()
+            self._save()
+            self.close()
             raise
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     def read(self, loader: Any) -> Iterator[Window]:
         """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped
@@ -294,18 +276,15 @@ class Run:
         """
         best = self.state.best_step
         metric = self.config.evaluation.metric_for_best_model
-        if best:
-            if best != self.state.step and not self.saver.load_best(best):  # it is damaged
-                self.state.best_step = self.state.step
-                self.state.results = self.state.latest
-            print_main(
-                f"best by {metric}: step {self.state.best_step}, "
-                f"{self.state.results[f'eval_{metric}']:.4f}"
-            )
+        if best and best != self.state.step and not self.saver.load_best(best):  # it is damaged
+            self.state.best_step = self.state.step
+            self.state.results = self.state.latest
+        elif best:
+            print_main(f"best by {metric}: step {best}, {self.state.results[f'eval_{metric}']:.4f}")
         if other := self.strategy.agreed or self.ema:
             other.swap()
         self.strategy.agreed = self.ema = None  # later evaluations measure what final/ holds
-        average_buffers(self.accelerator, [persistent_buffers(self.unwrap(self.models["model"]))])
+        average_buffers(self.accelerator, persistent_buffers(self.unwrap(self.models["model"])))
 
     @property
     def best_checkpoint(self) -> Path:
@@ -314,13 +293,19 @@ class Run:
         """
         return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
 
-    def card(self, title: str, data: str, *, load: str, **front: str) -> str:
-        """The model card: data, code, launch, results before training and of the best evaluation,
-        settings. Main rank.
+    def write_card(self, folder: Path, title: str, data: str, *, load: str, **front: str) -> None:
+        """Write the model card: data, code, launch, results before training and of the best
+        evaluation, settings. Main rank.
+
+        Args:
+            folder: gets it as README.md.
+            title, data: of the model, and a line about its data.
+            load: lines of Python that load it.
+            front: metadata for the Hub.
         """
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
-        return model_card(
+        card = model_card(
             title,
             data,
             results,
@@ -329,6 +314,7 @@ class Run:
             load=load,
             **front,
         )
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""

@@ -58,7 +58,7 @@ class Setup:
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
-        strategy: makes the Strategy, in place of `zero.strategy_of`.
+        strategy: makes the Strategy.
 
     Attributes:
         config: with what was chosen so far.
@@ -74,7 +74,7 @@ class Setup:
         name: str,
         *,
         unit: str = "tokens",
-        strategy: Callable[[Accelerator], Strategy] | None = None,
+        strategy: Callable[[Accelerator], Strategy] = strategy_of,
     ) -> None:
         self.config = config
         self.name = name
@@ -86,7 +86,7 @@ class Setup:
             timeout=speed.ddp_timeout,
             deterministic=speed.deterministic,
         )
-        self.strategy = (strategy or strategy_of)(self.accelerator)
+        self.strategy = strategy(self.accelerator)
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
         self.dir = Path()
@@ -102,8 +102,7 @@ class Setup:
             folder, self._before = on_main(partial(settings_of, self.dir, named))
             # before minutes of loading; `Checkpointer.resume` looks at all settings
             given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
-            allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
-            refuse_changes(folder, self._before, given, allowed)
+            refuse_changes(folder, self._before, given, config)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
@@ -265,15 +264,14 @@ class Setup:
         """
         config = self.config
         saver = Checkpointer(self, fingerprint)
-        state = saver.resume(config.checkpoint.resume_from_checkpoint)
+        state = saver.resume()
         if state.place:
-            train.resume(state.place)
+            train.place = state.place
         rate = optim.learning_rate(config.optim, state.step, total_steps)
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(
                 "warning: with this budget and schedule the learning rate goes from "
-                f"{state.next_rate:.3g} to "
-                f"{rate:.3g} here (docs/after_training.md, Train longer)"
+                f"{state.next_rate:.3g} to {rate:.3g} here (docs/after_training.md, Train longer)"
             )
         metric = config.evaluation.metric_for_best_model
         state.begin_scoring(metric, fingerprint, configs.measured_by(config))
@@ -306,14 +304,15 @@ class Setup:
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
         own = {name.replace("_", " "): value for name, value in rows.items()}
-        lines: dict[str, Any] = {"run on": launch.strategy(self.accelerator), **own}
-        lines |= {
+        lines = {
+            "run on": launch.strategy(self.accelerator),
+            **own,
             "batch": launch.batch_line(config.batch, self.accelerator, samples),
             "budget": f"{total_steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),
+            "by default": "; ".join(self._chosen) or None,
+            "output": f"{os.path.relpath(self.dir)}; summary.txt there says more",
         }
         lines |= own  # which may describe its batches, or optimizers, itself
-        lines["by default"] = "; ".join(self._chosen) or None
-        lines["output"] = f"{os.path.relpath(self.dir)}; summary.txt there says more"
         summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")

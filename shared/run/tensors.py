@@ -9,7 +9,6 @@ long, and holds a second copy of all.
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from shared.process.errors import first_line
-from shared.process.files import digest
+from shared.process.files import digest, fsync
 from shared.run.checkpoint_files import CheckpointError
 
 
@@ -101,8 +100,7 @@ def write(
         save_file({name: tensors[name].contiguous() for name in pieces}, path, metadata)
     except SafetensorError as error:  # "Error while serializing: I/O error: No space left ..."
         raise OSError(str(error).rpartition("error: ")[2]) from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync(path)
     return digest(path)
 
 

@@ -35,7 +35,7 @@ def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
         kernel = speed.attn_implementation
         base = load_causal_lm(name, attn_implementation=kernel, dtype=torch.float32)
     else:
-        base = adapters.load_base(name, config.adapter, speed, setup.accelerator, setup.device)
+        base = adapters.load_base(name, config.adapter, speed, setup.accelerator)
     require_fit(base, tokenizer, seq_length)
     set_gradient_checkpointing(base, speed.gradient_checkpointing)
     if not config.full:

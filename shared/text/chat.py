@@ -95,129 +95,6 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     )
 
 
-class ToSamples:
-    """Records to samples, see `store.Encode`. Plain text makes as many samples as it takes, any
-    other record one.
-
-    Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
-    counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
-    `checksum` of its tokens. `columns` has those of its record that are not learned.
-    """
-
-    demo = DEMO  # what is read if no data is named
-    kind = "chat"  # the name in the cache
-    # What samples depend on.
-    code: tuple[str, ...] = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")
-    recognise = staticmethod(recognise)  # (record, place) -> form
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SamplesConfig) -> None:
-        self.encoder = Encoder(tokenizer, getattr(config, "loss_on", "assistant"))
-        self.seq_length = config.seq_length
-        self.allowed = config.allow_unused_columns
-
-    def identity(self) -> Any:
-        return {
-            "code": prepared.source_of(*self.code),
-            "tokenizer": identity_of(self.encoder.tokenizer),
-            "samples": [self.seq_length, self.encoder.loss_on, self.allowed],
-        }
-
-    def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """(form, place, record). All records of a file are expected to have the form of its
-        first.
-        """
-        forms: dict[str, str] = {}
-        for where, record in source.read():
-            file = where.rpartition(":")[0]
-            if file not in forms:
-                forms[file] = self.recognise(record, where)
-            yield forms[file], where, parse_json_messages(record, where)
-
-    def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
-        return len(str(item))
-
-    def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
-        tokens = [np.zeros(0, np.int32)]
-        marks = [np.zeros(0, bool)]
-        first: list[bool] = []
-        columns: list[dict[str, Any]] = []
-        for form, where, record in items:
-            of_record = Notes()
-            samples = self.samples(record, form, where, of_record)
-            names = of_record.named("unused ") if form != "plain text" else ()
-            columns += [{name: record[name] for name in names if name in record}] * len(samples)
-            notes.update(of_record)
-            for number, (ids, learned) in enumerate(samples):
-                tokens.append(np.array(ids, np.int32))
-                marks.append(learned)
-                first.append(number == 0)
-            notes.add("read")
-            notes.add(f"form {form}")
-            if not samples:
-                notes.add("dropped")
-        # nothing predicts the first token
-        targets = [int(learned[1:].sum()) for learned in marks[1:]]
-        checksums = [len(ids) << 32 | zlib.crc32(ids.tobytes()) for ids in tokens[1:]]
-        return Encoded(
-            values={"ids": np.concatenate(tokens), "learned": np.concatenate(marks)},
-            ends=np.cumsum([len(ids) for ids in tokens[1:]], dtype=np.int64),
-            table={
-                "targets": np.array(targets, np.int32),
-                "first": np.array(first, bool),
-                "checksum": np.array(checksums, np.int64),
-            },
-            lines={"columns": columns},
-        )
-
-    def encode(
-        self, record: dict[str, Any], form: str, where: str, notes: Notes
-    ) -> tuple[list[int], np.ndarray]:
-        """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
-        template = str(self.encoder.tokenizer.chat_template)
-        refuse_other_meanings(record, form, where, self.allowed)
-        example = read_example(record, form, where)
-        for name in unused(record, form, example, template):
-            notes.add(f"unused {name}")
-        if example.has_empty_answer:
-            notes.add("empty", where)
-        if example.prompt and self.encoder.came_with_template:
-            notes.add("joined", where)
-        if mark := re.search("<(?:image|video|audio)>", repr(example)):
-            notes.add("marked", f"{where}: {mark[0]}")
-        return self.encoder(example, where, notes)
-
-    def samples(
-        self, record: dict[str, Any], form: str, where: str, notes: Notes
-    ) -> list[tuple[list[int], np.ndarray]]:
-        """The samples of a record that have something to learn, as of `encode`."""
-        ids, learned = self.encode(record, form, where, notes)
-        most = self.seq_length + 1
-        if form != "plain text" and len(ids) > most:
-            notes.add_cut(len(ids) - 1)
-        last = len(ids) - 1 if form == "plain text" else 1
-        # a sample begins with the last token of the one before
-        starts = range(0, last, self.seq_length)
-        parts = [(ids[start : start + most], learned[start : start + most]) for start in starts]
-        return [(some, part) for some, part in parts if part[1:].any()]
-
-    def opened(
-        self,
-        stores: Mapping[str, Store],
-        numbers: Sequence[np.ndarray],
-        *,
-        end: int | None,
-        validated_on: str,
-    ) -> Conversations:
-        """Chosen samples of the stores that this made, see `Conversations`."""
-        return Conversations(
-            stores,
-            numbers,
-            end=end,
-            validated_on=validated_on,
-            own_template=self.encoder.has_own_template,
-        )
-
-
 class Conversations(Split):
     """Prepared samples, one conversation a row: `order.Samples`.
 
@@ -225,7 +102,6 @@ class Conversations(Split):
         stores: see `Split`.
         numbers: see `Split`.
         end: the token that most learned turns end with, if there is one.
-        own_template: whether the chat template is not the default one.
         validated_on: how the samples to validate on were chosen, for people.
     """
 
@@ -233,14 +109,11 @@ class Conversations(Split):
         self,
         stores: Mapping[str, Store],
         numbers: Sequence[np.ndarray],
-        *,
         end: int | None,
-        own_template: bool,
         validated_on: str,
     ) -> None:
         super().__init__(stores, numbers)
         self.end = end
-        self.own_template = own_template
         self.validated_on = validated_on
 
     @cached_property
@@ -252,9 +125,10 @@ class Conversations(Split):
     def targets(self) -> np.ndarray:
         return self.column("targets")
 
-    def first_ids(self, count: int = 100_000) -> np.ndarray:
-        """The first tokens of each source, as many in all: to look for rare ones."""
-        return np.concatenate([store["ids"][: count // len(self.stores)] for store in self.stores])
+    def first_ids(self) -> np.ndarray:
+        """The first tokens of each source, 100,000 in all: to look for rare ones."""
+        count = 100_000 // len(self.stores)
+        return np.concatenate([store["ids"][:count] for store in self.stores])
 
     @property
     def context(self) -> float:
@@ -297,27 +171,136 @@ class Conversations(Split):
         return ids[:cut].tolist(), ids[cut:end].tolist(), self.line("columns", index)
 
 
+class ToSamples:
+    """Records to samples, see `store.Encode`. Plain text makes as many samples as it takes, any
+    other record one.
+
+    Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
+    counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
+    `checksum` of its tokens. `columns` has those of its record that are not learned.
+    """
+
+    demo = DEMO  # what is read if no data is named
+    kind = "chat"  # the name in the cache
+    # What samples depend on.
+    code: tuple[str, ...] = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")
+    recognise = staticmethod(recognise)  # (record, place) -> form
+    opened: Callable[..., Conversations] = Conversations  # what opens the stores
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SamplesConfig) -> None:
+        self.encoder = Encoder(tokenizer, getattr(config, "loss_on", "assistant"))
+        self.seq_length = config.seq_length
+        self.allowed = config.allow_unused_columns
+
+    def identity(self) -> Any:
+        return {
+            "code": prepared.source_of(*self.code),
+            "tokenizer": identity_of(self.encoder.tokenizer),
+            "samples": [self.seq_length, self.encoder.loss_on, self.allowed],
+        }
+
+    def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """(form, place, record). All records of a file are expected to have the form of its
+        first.
+        """
+        forms: dict[str, str] = {}
+        for where, record in source.read():
+            file = where.rpartition(":")[0]
+            if file not in forms:
+                forms[file] = self.recognise(record, where)
+            yield forms[file], where, parse_json_messages(record, where)
+
+    def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
+        return len(str(item))
+
+    def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
+        samples: list[tuple[list[int], np.ndarray]] = []
+        first: list[bool] = []
+        columns: list[dict[str, Any]] = []
+        for form, where, record in items:
+            of_record = Notes()
+            made = self.samples(record, form, where, of_record)
+            samples += made
+            first += [number == 0 for number in range(len(made))]
+            names = of_record.named("unused ") if form != "plain text" else ()
+            columns += [{name: record[name] for name in names if name in record}] * len(made)
+            notes.update(of_record)
+            notes.add("read")
+            notes.add(f"form {form}")
+            if not self.encoder.has_own_template and not form.startswith(("prompt", "plain")):
+                notes.add("default template")
+            if not made:
+                notes.add("dropped")
+        tokens = [np.array(ids, np.int32) for ids, _ in samples]
+        marks = [learned for _, learned in samples]
+        # nothing predicts the first token
+        targets = [int(learned[1:].sum()) for learned in marks]
+        checksums = [len(ids) << 32 | zlib.crc32(ids.tobytes()) for ids in tokens]
+        return Encoded(
+            values={
+                "ids": np.concatenate([np.zeros(0, np.int32), *tokens]),
+                "learned": np.concatenate([np.zeros(0, bool), *marks]),
+            },
+            ends=np.cumsum([len(ids) for ids in tokens], dtype=np.int64),
+            table={
+                "targets": np.array(targets, np.int32),
+                "first": np.array(first, bool),
+                "checksum": np.array(checksums, np.int64),
+            },
+            lines={"columns": columns},
+        )
+
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
+        """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
+        template = str(self.encoder.tokenizer.chat_template)
+        refuse_other_meanings(record, form, where, self.allowed)
+        example = read_example(record, form, where)
+        for name in unused(record, form, example, template):
+            notes.add(f"unused {name}")
+        if example.has_empty_answer:
+            notes.add("empty", where)
+        if example.prompt and self.encoder.came_with_template:
+            notes.add("joined", where)
+        if mark := re.search("<(?:image|video|audio)>", repr(example)):
+            notes.add("marked", f"{where}: {mark[0]}")
+        return self.encoder(example, where, notes)
+
+    def samples(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """The samples of a record that have something to learn, as of `encode`."""
+        ids, learned = self.encode(record, form, where, notes)
+        most = self.seq_length + 1
+        if form != "plain text" and len(ids) > most:
+            notes.add_cut(len(ids) - 1)
+        last = len(ids) - 1 if form == "plain text" else 1
+        # a sample begins with the last token of the one before
+        starts = range(0, last, self.seq_length)
+        parts = [(ids[start : start + most], learned[start : start + most]) for start in starts]
+        return [(some, part) for some, part in parts if part[1:].any()]
+
+
 def open_samples(
     config: RecordsConfig,
     tokenizer: PreTrainedTokenizerBase,
     kind: Callable[..., ToSamples] = ToSamples,
+    demo_samples: int | None = None,
 ) -> tuple[Conversations, Conversations]:
     """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every
     rank calls this.
 
     Args:
         kind: what turns records into samples.
+        demo_samples: how many records of the demo are read, unless --max_train_samples says.
 
     Raises:
         ConfigError: wrong input, with its place, or no sample with anything to learn.
     """
     encode = kind(tokenizer, config)
-    trained, held_out = prepare_sources(
-        config,
-        encode,
-        limit=config.max_train_samples,
-        processes=config.preprocessing_num_workers,
-    )
+    limit = config.max_train_samples or (demo_samples if config.is_demo else None)
+    trained, held_out = prepare_sources(config, encode, limit=limit)
     for store in (*trained.values(), *held_out.values()):
         _check(store, config)
     percent = config.validation_split_percentage
@@ -326,25 +309,24 @@ def open_samples(
         validated = [np.arange(len(store)) for store in held_out.values()]
         how = [f"{len(store):,} of {store.source}" for store in held_out.values()]
     else:
+        for store in trained.values():
+            if len(store) == 1:
+                raise ConfigError(
+                    f"{store.source}: a single sample cannot be split; give --validation_file"
+                )
         held_out = trained
         splits = [_hold_out(store["first"], percent) for store in trained.values()]
         numbers = [np.flatnonzero(~chosen) for chosen, _ in splits]
         validated = [np.flatnonzero(chosen) for chosen, _ in splits]
         how = [stated for _, stated in splits]
-    for store, left in zip(trained.values(), numbers, strict=True):
-        if not len(left):
-            raise ConfigError(
-                f"{store.source}: a single sample cannot be split; give --validation_file"
-            )
     notes = Notes()
     for store in trained.values():
         notes.update(store.notes)
     by_count = notes.named("end ")
     end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
-    train, validation = (
-        encode.opened(stores, chosen, end=end, validated_on=" and ".join(how))
-        for stores, chosen in ((trained, numbers), (held_out, validated))
-    )
+    validated_on = " and ".join(how)
+    train = encode.opened(trained, numbers, end, validated_on)
+    validation = encode.opened(held_out, validated, end, validated_on)
     is_copy = np.isin(validation.column("checksum"), train.column("checksum"))
     if copies := is_copy.sum():
         note(
@@ -378,16 +360,15 @@ def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) 
     parts = []
     for store, start, stop in zip(samples.stores, samples.starts, samples.starts[1:], strict=False):
         counts = store.notes.counts
-        forms = store.notes.named("form ")
-        by_template = any(not form.startswith(("prompt", "plain")) for form in forms)
-        template = f", {DEFAULT}" if by_template and not samples.own_template else ""
+        template = f", {DEFAULT}" if counts["default template"] else ""
         lengths = samples.lengths[start:stop]
         parts.append(
             f"{store.source}: {len(lengths) // of_record:,} to train on, "
             f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
             f"{samples.targets[start:stop].sum() / lengths.sum():.0%} of them learned; "
-            f"{', '.join(forms)}{template}; {counts['read']:,} read, {counts['cut']:,} cut to "
-            f"{config.seq_length} tokens, {counts['dropped']:,} dropped without an answer"
+            f"{', '.join(store.notes.named('form '))}{template}; {counts['read']:,} read, "
+            f"{counts['cut']:,} cut to {config.seq_length} tokens, "
+            f"{counts['dropped']:,} dropped without an answer"
         )
     unused = {name for store in samples.stores for name in store.notes.named("unused ")}
     about = f"{'; '.join(parts)}; to validate on: {samples.validated_on}"

@@ -47,9 +47,9 @@ DEMO = Source(
 
 # A document, or a part of one that is longer than `records.PIECE`, since no text may be too long
 # for the tokenizer: its text, the document's number in the source, whether it is the document's
-# first, its last, and bytes of the document before it. No class of its own: it goes to another
-# process, which takes six times as long for a named tuple.
-Piece = tuple[str, int, bool, bool, int]
+# last, and bytes of the document before it. No class of its own: it goes to another process, which
+# takes six times as long for a named tuple.
+Piece = tuple[str, int, bool, int]
 
 
 def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iterator[Piece]:
@@ -78,7 +78,7 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
         for piece, continues in records.split_text(blocks):
             is_last = not (continues or records.CONTINUES in record)
             if piece:
-                yield piece, document, before == 0, is_last, before
+                yield piece, document, is_last, before
                 document += is_last
                 before = 0 if is_last else before + len(piece.encode())
 
@@ -86,8 +86,8 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
 class Corpus(NamedTuple):
     """Sequences to train and to validate on."""
 
-    train: Any  # `Tokens`, or those of several sources
-    validation: Any
+    train: Mixed  # of `Tokens`
+    validation: Mixed
     tokenizer: PreTrainedTokenizerBase
     about: str  # a line for people
     fingerprint: str  # changes when the samples do
@@ -113,8 +113,7 @@ def open_corpus(
     if tokenizer is None:
         tokenizer = load_tokenizer(_prepare_tokenizer(config) / "tokenizer")
     encode = EncodeDocuments(tokenizer, config.text_column)
-    processes = config.preprocessing_num_workers
-    stores, given = prepare_sources(config, encode, processes=processes)
+    stores, given = prepare_sources(config, encode)
     shared = next(iter(given.values()), None)
     splits = {
         name: open_splits(
@@ -139,8 +138,8 @@ def open_corpus(
     fingerprints = [part.fingerprint for part in (*trained.values(), *parts)]
     per_token = [part.bytes_per_token(tokenizer) for part in parts]
     return Corpus(
-        Mixed(trained) if config.mix_weights else trained[""],
-        Mixed(validated) if config.mix_weights else validated[""],
+        Mixed(trained),
+        Mixed(validated),
         tokenizer,
         "; ".join(about),
         prepared.fingerprint(parts=fingerprints),
@@ -215,63 +214,34 @@ def train_tokenizer(
     )
 
 
-class Tokenise:
-    """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with
-    the end-of-text token.
-
-    Nothing in its text is a special token: see `special`.
-
-    Gives ([tokens] of `dtype`, [pieces] how many of them are of each piece).
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_str(serialised(tokenizer))
-        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        self.bos = leading_bos(tokenizer)
-        self.eos = [end_of_text(tokenizer)]
-        self.special = Special(tokenizer)
-        self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
-        self.tokenizer.no_padding()
-
-    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        texts, _, first, last, _ = zip(*pieces, strict=True)
-        # as text; does not go to another process with the tokenizer
-        self.tokenizer.encode_special_tokens = True
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        tokens: list[int] = []
-        ends = [0]
-        for one, is_first, is_last in zip(encoded, first, last, strict=True):
-            tokens += self.bos * is_first
-            tokens += one.ids
-            tokens += self.eos * is_last
-            ends.append(len(tokens))
-        added = np.zeros(len(tokens), bool)
-        if self.bos:
-            added[np.array(ends[:-1])[np.array(first)]] = True
-        added[np.array(ends[1:])[np.array(last)] - 1] = True
-        ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
-        return ids, np.diff(ends)
-
-
 class EncodeDocuments:
     """Documents to tokens, see `store.Encode`: `tokens` of all, and in the table the `bytes` of
     each document's text.
+
+    A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
+    Nothing in its text is a special token: see `special`.
     """
 
     kind = "corpus"
     demo = DEMO
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, column: str) -> None:
-        self.tokenise = Tokenise(tokenizer)
+        from tokenizers import Tokenizer
+
         self.column = column
-        self._tokenizer = identity_of(tokenizer)
+        self.tokenizer = Tokenizer.from_str(serialised(tokenizer))
+        self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
+        self.tokenizer.no_padding()
+        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
+        self.bos = leading_bos(tokenizer)
+        self.eos = [end_of_text(tokenizer)]
+        self.special = Special(tokenizer)
+        self._identity = identity_of(tokenizer)
 
     def identity(self) -> Any:
         return {
             "code": prepared.source_of("text/corpus.py", "text/special.py"),
-            "tokenizer": self._tokenizer,
+            "tokenizer": self._identity,
             "column": self.column,
         }
 
@@ -287,9 +257,30 @@ class EncodeDocuments:
 
     def __call__(self, items: list[Piece], notes: Notes) -> Encoded:
         tokens, lengths = self.tokenise(items)
-        last = np.array([piece[3] for piece in items])
-        sizes = np.array([before + len(text.encode()) for text, _, _, _, before in items])
+        last = np.array([is_last for _, _, is_last, _ in items])
+        sizes = np.array([before + len(text.encode()) for text, _, _, before in items])
         return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": sizes[last]})
+
+    def tokenise(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """([tokens] of `dtype`, [pieces] how many of them are of each piece)."""
+        texts, _, last, before = zip(*pieces, strict=True)
+        first = np.array(before) == 0
+        # as text; does not go to another process with the tokenizer
+        self.tokenizer.encode_special_tokens = True
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokens: list[int] = []
+        ends = [0]
+        for one, is_first, is_last in zip(encoded, first.tolist(), last, strict=True):
+            tokens += self.bos * is_first
+            tokens += one.ids
+            tokens += self.eos * is_last
+            ends.append(len(tokens))
+        added = np.zeros(len(tokens), bool)
+        if self.bos:
+            added[np.array(ends[:-1])[first]] = True
+        added[np.array(ends[1:])[np.array(last)] - 1] = True
+        ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
+        return ids, np.diff(ends)
 
 
 class Tokens:
@@ -375,16 +366,6 @@ class Tokens:
         return len(text.encode()) / len(ids)
 
 
-def _held_out(store: Store, percent: float, part: float) -> tuple[np.ndarray, int]:
-    """([documents, 2] first and last + 1 token of each document that `order.is_validation` names,
-    their bytes in all).
-    """
-    numbers = np.flatnonzero(is_validation(np.arange(len(store)), percent, part))
-    ends = store["ends"][numbers]
-    starts = ends - store.lengths[numbers]
-    return np.stack([starts, ends], axis=1), int(store["bytes"][numbers].sum())
-
-
 class Splits(NamedTuple):
     train: Tokens
     validation: Tokens
@@ -413,44 +394,51 @@ def open_splits(
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
-    total = len(store["tokens"])
+    train_spans = np.array([[0, len(store["tokens"])]])
     validated = store
-    others = np.array([[0, total]])
-    num_bytes: int | None
     if given is not None:
         validated = given
         spans = np.array([[0, len(given["tokens"])]])
-        num_bytes = int(given["bytes"].sum())
+        num_bytes: int | None = int(given["bytes"].sum())
         about = f"{len(given):,} document(s) of {given.source}"
     else:
-        wanted = share = total * validation_percent / 100
-        if eval_samples is not None:
-            most = max(2 * eval_samples * (seq_length + 1), 100 * total / len(store))
-            wanted = min(share, most)
-        spans, num_bytes = _held_out(store, validation_percent, wanted / share)
-        size = int(np.diff(spans).sum())
-        about = f"{len(spans):,} of {len(store):,} documents"
-        if size <= seq_length or not near_share(size, wanted):
-            spans = np.array([[math.ceil(total - wanted), total]])
-            num_bytes = None
-            about = (
-                f"the last {100 * wanted / total:.2g} % of the text (whole documents would be "
-                "too much or too little)"
-            )
-        others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
-        others = others[others[:, 0] < others[:, 1]]
-    train = Tokens(store, seq_length, others, isolate=isolate)
+        spans, num_bytes, about = _hold_out(store, seq_length, validation_percent, eval_samples)
+        train_spans = np.array([0, *spans.flat, train_spans[0, 1]]).reshape(-1, 2)
+        train_spans = train_spans[train_spans[:, 0] < train_spans[:, 1]]
+    train = Tokens(store, seq_length, train_spans, isolate=isolate)
     validation = Tokens(validated, seq_length, spans, num_bytes, isolate=isolate)
     notes = Notes()
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(
-                f"{split.store.source}: the {name} split has {split.num_tokens} "
-                "tokens, fewer than one sequence "
-                f"(--seq_length {seq_length})"
+                f"{split.store.source}: the {name} split has {split.num_tokens} tokens, fewer than "
+                f"one sequence (--seq_length {seq_length})"
             )
     notes.update(store.notes)
     if given is not None:
         notes.update(given.notes)
     about += records.not_used(notes.named("unused "))
     return Splits(train, validation, about)
+
+
+def _hold_out(
+    store: Store, seq_length: int, percent: float, eval_samples: int | None
+) -> tuple[np.ndarray, int | None, str]:
+    """(spans to validate on, see `Tokens`; their bytes of text, if known; how they were chosen)."""
+    total = len(store["tokens"])
+    wanted = share = total * percent / 100
+    if eval_samples is not None:
+        wanted = min(share, max(2 * eval_samples * (seq_length + 1), 100 * total / len(store)))
+    numbers = np.flatnonzero(is_validation(np.arange(len(store)), percent, wanted / share))
+    lengths = store.lengths[numbers]
+    size = int(lengths.sum())
+    if size > seq_length and near_share(size, wanted):
+        ends = store["ends"][numbers]
+        spans = np.stack([ends - lengths, ends], axis=1)
+        about = f"{len(numbers):,} of {len(store):,} documents"
+        return spans, int(store["bytes"][numbers].sum()), about
+    about = (
+        f"the last {100 * wanted / total:.2g} % of the text (whole documents would be too much or "
+        "too little)"
+    )
+    return np.array([[math.ceil(total - wanted), total]]), None, about

@@ -66,8 +66,8 @@ class Encoder:
         # whether the template writes content that is a list of parts, and not text
         self.takes_parts = OPEN not in as_texts and OPEN in as_parts
         after = (as_parts if self.takes_parts else as_texts).partition(OPEN)[2]
-        # and what the chat template writes after an answer
-        self.ends = {end_of_text(tokenizer)} | self.special.intersection(
+        # the special tokens that end an answer, or a text
+        self.end_tokens = {end_of_text(tokenizer)} | self.special.intersection(
             tokenizer(after, add_special_tokens=False)["input_ids"]
         )
 
@@ -101,21 +101,22 @@ class Encoder:
             ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
-        ends = np.flatnonzero(np.diff(learned, append=False) & learned).tolist()
-        for end in ends:  # the last token of each turn
-            if self.end_of(ids, end + 1) is None:
+        stops = 1 + np.flatnonzero(np.diff(learned, append=False) & learned)  # of each learned turn
+        for stop in stops.tolist():
+            if self._end_token(ids[:stop]) is None:
                 # what the model has to write next, as it ends the turn there
-                words = (i for i in range(end + 1, len(ids)) if self._is_word(ids[i]))
-                after = next(words, end)
-                if ids[after] in self.special or end != ends[-1]:
-                    learned[end + 1 : after + 1] = True
-        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        end_token = self.end_of(ids, last + 1)
-        known = self.ends if example.messages is None else self.special
-        if last >= 0 and not example.continues and end_token not in known:
+                words = (i for i in range(stop, len(ids)) if self._is_word(ids[i]))
+                word = next(words, stop - 1)
+                if ids[word] in self.special or stop != stops[-1]:
+                    learned[stop : word + 1] = True
+        stop = int(np.flatnonzero(learned)[-1]) + 1 if learned.any() else 0
+        end_token = self._end_token(ids[:stop])
+        # in a text, other special tokens are part of it
+        known = self.end_tokens if example.messages is None else self.special
+        if stop and not example.continues and end_token not in known:
             end_token = self.tokenizer.eos_token_id
-            ids = [*ids[: last + 1], end_token]
-            learned = np.append(learned[: last + 1], True)
+            ids = [*ids[:stop], end_token]
+            learned = np.append(learned[:stop], True)
         if end_token is not None:
             notes.add(f"end {end_token}")
         return ids, learned
@@ -145,11 +146,9 @@ class Encoder:
             inside |= (places[:, 1] > first) & (places[:, 0] < last)
         return list(encoded["input_ids"]), inside, places
 
-    def end_of(self, ids: Sequence[int], stop: int) -> int | None:
-        """The special token at the end of `ids[:stop]`, or None. White space after the token is
-        ignored.
-        """
-        for token in reversed(ids[:stop]):
+    def _end_token(self, ids: Sequence[int]) -> int | None:
+        """The special token that `ids` end with, but for white space after it; None without one."""
+        for token in reversed(ids):
             if token in self.special:
                 return token
             if self._is_word(token):
@@ -157,7 +156,7 @@ class Encoder:
         return None
 
     def _is_word(self, token: int) -> bool:
-        """Whether a token is not only white space."""
+        """Whether a token is more than white space."""
         return bool(str(self.tokenizer.decode([token])).strip())
 
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
@@ -176,7 +175,7 @@ class Encoder:
             else:
                 text = render(messages)
             if wanted and self.loss_on != "all":
-                # it may refuse placeholders
+                # it may refuse placeholders, and marks suffice
                 with contextlib.suppress(*([Exception] if self.marks_turns else [])):
                     answers = find_answers(render, text, messages, wanted)
         spans = [(answer.start, answer.stop) for answer in answers]
@@ -191,15 +190,34 @@ class Encoder:
             ]
             of_answers = of_answers or [marked] * len(wanted)
             learned = ["".join(text[a:b] for a, b in marks) for marks in of_answers]
-            spans = marked if wanted == turns else [*chain(*of_answers)] * bool(answers)
+            spans = marked
+            if wanted != turns:
+                spans = [*chain(*of_answers)] if answers else []
         if wanted and not spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes "
-                "of it: use a tokenizer "
-                "whose template marks it with {% generation %}, --loss_on completion (the last "
-                "answer), or --loss_on all"
+                "of it: use a tokenizer whose template marks it with {% generation %}, --loss_on "
+                "completion (the last answer), or --loss_on all"
             )
-        for n, part in zip(wanted, learned, strict=True):
+        written = dict(zip(wanted, learned, strict=True))
+        self._check_written(messages, written, text, where, notes)
+        ids, mask, places = self._tokens(text, spans)
+        for answer in answers:
+            # a token may go across the end of the prompt
+            if answer.turn and not (answer.follows and answer.start in places):
+                notes.add("unlike", f"{where}, message {answer.turn + 1}")
+        return ids, mask
+
+    def _check_written(
+        self, messages: Messages, learned: dict[int, str], text: str, where: str, notes: Notes
+    ) -> None:
+        """Refuse an empty answer that was none, and note words that the template leaves out.
+
+        Args:
+            learned: what is learned of each wanted turn.
+            text: all that the template writes.
+        """
+        for n, part in learned.items():
             # a name of a letter may be in the end token
             words = [self._pattern.sub("", word) for word in _words(messages[n])]
             found = self._pattern.sub("", part)
@@ -210,20 +228,14 @@ class Encoder:
                 raise ConfigError(
                     f"{where}: the chat template writes nothing of what the assistant says in "
                     f"message {n + 1}, so an empty answer would be learned ({lost[0][:40]!r} is "
-                    "missing): choose a model whose chat template "
-                    'writes it, or give the message "weight": 0'
+                    "missing): choose a model whose chat template writes it, or give the message "
+                    '"weight": 0'
                 )
             if lost:
                 notes.add("lost", f"{where}, message {n + 1}: {lost[0][:40]!r}")
         for n, turn in enumerate(messages, 1):
             if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
                 notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
-        ids, mask, places = self._tokens(text, spans)
-        for answer in answers:
-            # a token may go across the end of the prompt
-            if answer.turn and not (answer.follows and answer.start in places):
-                notes.add("unlike", f"{where}, message {answer.turn + 1}")
-        return ids, mask
 
     def prompt(self, example: Example, where: str) -> list[int]:
         """The tokens of messages, up to where the next answer begins.
@@ -248,17 +260,21 @@ class Encoder:
             **example.template_options,
         }
 
+    def _turns(self, messages: Messages) -> Any:
+        """The messages as the chat template takes them."""
+        return _in_parts(messages) if self.takes_parts else messages
+
     def _render(self, messages: Messages, **options: Any) -> str:
-        turns = _in_parts(messages) if self.takes_parts else messages
+        turns = self._turns(messages)
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
     def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         """(the text, what the template marks with {% generation %})."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        turns: Any = _in_parts(messages) if self.takes_parts else messages
+        turns = [self._turns(messages)]
         options = {**options, **self.tokenizer.special_tokens_map}
-        rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
+        rendered: Any = render_jinja_template(turns, return_assistant_tokens_mask=True, **options)
         (text,), (marks,) = rendered
         return text, marks
 
@@ -375,13 +391,13 @@ class Answer(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """What the template writes before an answer."""
+    """What the template writes before an answer, after the one before that."""
 
-    turn: int  # that follows
+    turn: int  # of the answer
     text: str
     thought: str  # <think> of the generation prompt, with which the answer may begin
-    has_prompt: bool  # whether the text ends with the generation prompt
-    end: int  # of the answer's end token, the characters that the next gap begins with
+    is_prompt: bool  # the text ends as it does at inference, with the generation prompt
+    end_length: int  # characters of the answer's end token, with which the next gap begins
 
 
 def find_answers(
@@ -398,35 +414,34 @@ def find_answers(
         return []
     gaps: list[_Gap] = []
     prompts: dict[str, tuple[str, str, bool]] = {}  # by the role of the message before the answer
-    begin = 0
+    begin = 0  # of the gap, in the outline
     for turn, (mark, mark_stop) in outline.marks.items():
         role = messages[turn - 1]["role"] if turn else ""
         if role not in prompts:
             prompts[role] = outline.prompt_before(turn)
         prompt, thought, is_alike = prompts[role]
         place = outline.text.rfind(prompt, outline.text.rfind(CLOSE, 0, mark) + 1, mark)
-        stop = place + len(prompt) if place >= 0 else mark
-        end = outline.length_of_end(turn)
-        gap = _Gap(turn, outline.text[begin:stop], thought, place >= 0 and is_alike, end)
+        is_prompted = place >= 0
+        written = outline.text[begin : place + len(prompt) if is_prompted else mark]
+        end_length = outline.end_length(turn)
         begin = mark_stop
         if turn in outline.calling:
-            if not (turn and prompt and place >= 0):
+            if not (turn and prompt and is_prompted):
                 return []
             # what closes arguments depends on what they are, so the next gap begins after it
-            begin += end
-            gap = gap._replace(end=0)
-        gaps.append(gap)
-    pieces = [MARK.sub("", piece) for piece in (*(gap.text for gap in gaps), outline.text[begin:])]
-    places = _in_order(text, pieces)
+            begin += end_length
+            end_length = 0
+        written = MARK.sub("", written)
+        gaps.append(_Gap(turn, written, thought, is_prompted and is_alike, end_length))
+    last = MARK.sub("", outline.text[begin:])
+    places = _in_order(text, [*(gap.text for gap in gaps), last])
     answers = []
-    for gap, piece, place, next_place in zip(gaps, pieces, places, places[1:], strict=False):
-        start = place + len(piece)
+    for gap, (place, next_place) in zip(gaps, pairwise(places), strict=False):
+        start = place + len(gap.text)
         thinks = text.startswith(gap.thought, start)
         start += len(gap.thought) * thinks
-        stop = next_place + gap.end
-        while text[stop - 1 : stop].isspace():
-            stop -= 1
-        answers.append(Answer(gap.turn, start, stop, gap.has_prompt and thinks))
+        stop = len(text[: next_place + gap.end_length].rstrip())
+        answers.append(Answer(gap.turn, start, stop, gap.is_prompt and thinks))
     return answers
 
 
@@ -481,7 +496,7 @@ class _Outline:
         header = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", prompt)
         return header, prompt.removeprefix(header), self.text.startswith(before)
 
-    def length_of_end(self, turn: int) -> int:
+    def end_length(self, turn: int) -> int:
         """Characters of what ends a turn, after its placeholder: the common beginning of what
         follows there, and of what follows the last turn.
         """

@@ -291,8 +291,7 @@ def _checked(messages: Messages, where: str) -> Messages:
         if message.get("role") not in ROLES:
             raise ConfigError(
                 f"{where}: message {number} has role {message.get('role')!r}, not "
-                f"{', '.join(ROLES)}: rename it; what the "
-                "assistant says is learned"
+                f"{', '.join(ROLES)}: rename it; what the assistant says is learned"
             )
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(

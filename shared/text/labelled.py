@@ -85,20 +85,18 @@ class Texts(Split):
         """Texts are read in evaluation.json."""
 
 
-def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
+def collate(rows: list[Row], *, pad_token_id: int, at_most: int) -> Batch:
     """Rows of `Texts` -> {"input_ids" and perhaps "token_type_ids": [batch, longest] int64;
-    "labels"}.
+    "labels"}. Padded to a multiple of 8: fewer lengths mean fewer kernels to choose.
 
     And "attention_mask", if a row is shorter than the longest: without a mask the faster kernels
     can be used.
 
     Args:
-        at_most: no row is longer.
-        multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer
-            kernels to choose.
+        at_most: no row is longer, nor padded to more.
     """
     lengths = np.array([len(row["input_ids"]) for row in rows])
-    longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
+    longest = min(int(lengths.max()) + -int(lengths.max()) % 8, at_most)
     batch = {}
     for key in TOKENS.keys() & rows[0].keys():
         batch[key] = np.full((len(rows), longest), pad_token_id if key == "input_ids" else 0)
@@ -219,8 +217,7 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     encode = EncodeTexts(config, tokenizer)
-    processes = config.preprocessing_num_workers
-    trained, given = prepare_sources(config, encode, processes=processes)
+    trained, given = prepare_sources(config, encode)
     source = ", ".join(store.source for store in trained.values())
     for store in trained.values():
         store.notes.warn_of_cuts(store.source, len(store))
@@ -285,8 +282,7 @@ def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> st
         how = f"{config.validation_split_percentage:g}%{of_each_class} held out"
     return (
         f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, "
-        f"{lengths.min()}-{lengths.max()} tokens "
-        f"(mean {lengths.mean():.0f}), {notes.counts['cut']:,} of all cut to {config.seq_length}; "
-        f"{len(validation):,} to validate on, {how}"
-        f"{records.not_used(notes.named('unused '))}"
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
+        f"{notes.counts['cut']:,} of all cut to {config.seq_length}; {len(validation):,} to "
+        f"validate on, {how}{records.not_used(notes.named('unused '))}"
     )

@@ -1,7 +1,7 @@
 """From prepared conversations to micro-batches: several conversations in a row, or one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader
+from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
@@ -18,7 +19,7 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.options import ChatConfig, SamplesConfig
-from shared.text.packing import Packed, collate_packed, rows_order
+from shared.text.packing import Packed, collate_packed, grouped_order
 
 
 @dataclass
@@ -44,9 +45,7 @@ def read_conversations(
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
         kind: what turns records into samples.
     """
-    if options.is_demo and options.max_train_samples is None:
-        options = replace(options, max_train_samples=demo_samples)
-    train, held_out = chat.open_samples(options, tokenizer, kind)
+    train, held_out = chat.open_samples(options, tokenizer, kind, demo_samples)
     note(
         "first sample; the loss counts the tokens between ⟦ and ⟧:",
         *indented(chat.marked(train, tokenizer)),
@@ -93,45 +92,40 @@ def build_loaders(
     Raises:
         ConfigError: there are fewer rows than one global batch.
     """
-    packed = isinstance(rows, Packed)
     train = rows.samples if isinstance(rows, Packed) else rows
     about = chat.describe(train, options)
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(train.collate, multiple_of=16, at_most=options.seq_length)
+    what = f"rows of {len(train):,} samples"
+    advice = f"choose {max(1, len(rows) // 10)} for ten steps an epoch"
+    fingerprint = f"{train.fingerprint}, {held_out.fingerprint}"
+    order_of: Callable[..., Order] = grouped_order
     if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
+        what = f"packed {what}"
+        advice += ", and a shorter --seq_length or --packing off for more rows"
+        fingerprint += ", packed"
+        order_of = training_order
         about += (
             f"; packed into {len(rows):,} rows of {options.seq_length} tokens, "
             f"{rows.waste:.1%} of them empty"
         )
-    if len(rows) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} samples in {len(rows):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose "
-            f"{max(1, len(rows) // 10)} for ten steps "
-            "an epoch"
-            + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
-        )
-    order = rows_order(
-        rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed
-    )
+    batch.require_full_batch(len(rows), what, advice)
+    order = order_of(rows, batch.global_batch_size, batch.seed, options.mix_weights)
     share = sharding.share(accelerator)
-    size = batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
     workers = train.workers if workers is None else workers
     loader = Loader(
         rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
     chosen = EvenSubset(held_out, options.eval_samples)
-    eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
-    padded = partial(held_out.collate, multiple_of=64, at_most=options.seq_length)
+    size = batch.per_device_eval_batch_size
     validation = Loader(
         chosen,
-        padded,
-        eval_order,
+        partial(held_out.collate, multiple_of=64, at_most=options.seq_length),
+        Order(len(chosen), size * share.world_size, 0, shuffle=False),
         share,
         per_device=size,
         num_workers=min(workers, held_out.workers),
     )
-    fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

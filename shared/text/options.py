@@ -59,8 +59,11 @@ class CorpusConfig(TextConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         needs_all = (
-            *("preprocess_only", "validation_file", "validation_split_name"),
-            *("mix_weights", "isolate_documents"),
+            "preprocess_only",
+            "validation_file",
+            "validation_split_name",
+            "mix_weights",
+            "isolate_documents",
         )
         wrong = [f"--{name}" for name in needs_all if getattr(self, name)]
         if self.streaming and wrong:

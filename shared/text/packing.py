@@ -3,7 +3,7 @@
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return bins
 
 
+def joined(rows: list[Row]) -> Row:
+    """Several rows as one, with `position_ids` that restart at each."""
+    whole = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+    positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
+    return whole | {"position_ids": positions}
+
+
 class Packed:
     """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart
     at each one.
@@ -88,13 +95,7 @@ class Packed:
         )
 
     def __getitem__(self, index: int) -> Row:
-        rows = [self.samples[int(i)] for i in self.bin(index)]
-        joined = {
-            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
-        }
-        return joined | {
-            "position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])
-        }
+        return joined([self.samples[int(i)] for i in self.bin(index)])
 
     def num_targets(self, indices: np.ndarray) -> int:
         return self.samples.num_targets(np.concatenate([self.bin(int(index)) for index in indices]))
@@ -152,17 +153,15 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
 
 
-def rows_order(
-    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], *, packed: bool
+def grouped_order(
+    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float] = ()
 ) -> Order:
-    """The order of rows in training. Rows that are not packed come in batches of similar lengths.
+    """The order of training on rows that are not packed: in batches of similar lengths.
 
     Args:
         samples: has `lengths`; with `weights`, also `sources`.
         weights: of a mixture's sources, or none.
     """
-    if packed:
-        return training_order(samples, global_batch_size, seed, weights)
     if weights:
         return training_order(samples, global_batch_size, seed, weights, lengths=samples.lengths)
     return GroupedOrder(len(samples), global_batch_size, seed, lengths=samples.lengths)
@@ -174,7 +173,7 @@ class GroupedOrder(Order):
     batches.
     """
 
-    lengths: np.ndarray | None = None
+    lengths: np.ndarray = field(kw_only=True)
     GROUP = 32
 
     def indices(self, step: int) -> np.ndarray:
@@ -183,7 +182,6 @@ class GroupedOrder(Order):
         size = self.GROUP * self.global_batch_size
         stop = min((stretch + 1) * size, self.num_samples)
         chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
-        assert self.lengths is not None
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
         if batch < full:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from shared.text import chat
 from shared.text.forms import read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
-from shared.text.packing import GroupedOrder, collate_packed, collate_padded
+from shared.text.packing import GroupedOrder, collate_packed, collate_padded, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,12 +143,8 @@ class Pairs:
         return len(self.samples) // 2
 
     def __getitem__(self, index: int) -> Row:
-        rows = [self.samples[2 * index + answer] for answer in (0, 1)]
-        joined = {
-            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
-        }
-        positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
-        return joined | {"position_ids": positions, "reference": self.reference[index]}
+        row = joined([self.samples[2 * index + answer] for answer in (0, 1)])
+        return {**row, "reference": self.reference[index]}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -204,9 +199,7 @@ def read_pairs(
     Raises:
         ConfigError: wrong input, with its place, or no pair with anything to learn.
     """
-    if options.is_demo and options.max_train_samples is None:
-        options = replace(options, max_train_samples=demo_samples)
-    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs))
+    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs, demo_samples))
     for number, name in enumerate(("chosen", "rejected")):
         note(
             f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:",
@@ -230,12 +223,7 @@ def build_loaders(
     Raises:
         ConfigError: there are fewer pairs than one global batch.
     """
-    if len(train) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} pairs are fewer than one --global_batch_size of "
-            f"{batch.global_batch_size}: choose "
-            f"{len(train)} or less"
-        )
+    batch.require_full_batch(len(train), "pairs")
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)

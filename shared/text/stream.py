@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,25 +23,15 @@ from shared.models.tokenizers import identity_of
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, pieces
+from shared.text.corpus import EncodeDocuments, Piece, pieces
 from shared.text.options import CorpusConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Mark(NamedTuple):
-    """A place of the source at which reading can begin: the first record of a document."""
-
-    file: int = 0  # see `records.Cursor`
-    number: int = 0
-    offset: int = 0
-    document: int = 0  # documents before it
-    tokens: int = 0  # tokens to train on before it
-    state: Any = None  # see `records.Cursor`
-
-
-BEGIN = Mark()
+# A mark is a cursor at the first record of a document: reading can begin there
+BEGIN = Cursor()
 
 
 class Stream:
@@ -55,8 +45,7 @@ class Stream:
     any record on.
 
     Attributes:
-        place: of the checkpoint that the run continues from, as `Window.place` gave it: see
-            `resume`.
+        place: of the checkpoint that the run continues from, as `Window.place` gave it.
         held_out_before: number of the first document after which none is held out. `held_out` finds
             it.
     """
@@ -92,17 +81,13 @@ class Stream:
 
     steps_per_epoch: int | None = None
 
-    def resume(self, place: dict[str, Any]) -> None:
-        """Go on from a checkpoint's `Window.place`."""
-        self.place = place
-
     def sequences(
         self,
         *,
         validation: bool,
         first: int = 0,
-        mark: Mark = BEGIN,
-        marks: list[Mark] | None = None,
+        mark: Cursor = BEGIN,
+        marks: list[Cursor] | None = None,
     ) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
 
@@ -117,7 +102,7 @@ class Stream:
         skip = first * self.seq_length - place
         for begins, kept, _ in self._of_split(mark, validation=validation):
             if marks is not None and begins is not None:
-                marks.append(begins._replace(tokens=place))
+                marks.append(replace(begins, tokens=place))
             place += len(kept)
             held = np.concatenate([held, kept[skip:]])
             skip = max(0, skip - len(kept))
@@ -127,8 +112,8 @@ class Stream:
             held = held[len(stops) * self.seq_length :]
 
     def _of_split(
-        self, mark: Mark, *, validation: bool
-    ) -> Iterator[tuple[Mark | None, np.ndarray, np.ndarray]]:
+        self, mark: Cursor, *, validation: bool
+    ) -> Iterator[tuple[Cursor | None, np.ndarray, np.ndarray]]:
         """The mark of a chunk, [tokens] int64 of a split in it, and the document of each token."""
         for begins, tokens, lengths, documents in self._tokenised(mark):
             is_held_out = is_validation(documents, self.validation_percent)
@@ -137,7 +122,7 @@ class Stream:
             chosen = np.repeat(is_held_out == validation, lengths)
             yield begins, tokens[chosen].astype(np.int64), np.repeat(documents, lengths)[chosen]
 
-    def _tokenised(self, mark: Mark) -> Iterator[tuple[Any, ...]]:
+    def _tokenised(self, mark: Cursor) -> Iterator[tuple[Any, ...]]:
         """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and
         gives it to the others.
 
@@ -146,7 +131,7 @@ class Stream:
         """
         size, rank = (self._machine.size(), self._machine.rank()) if self._machine else (1, 0)
         chunks = islice(self._chunks(mark), rank, None, size)
-        tokenise = partial(_chunk, Tokenise(self.tokenizer))
+        tokenise = partial(_chunk, EncodeDocuments(self.tokenizer, self.column))
         own = parallel_map(tokenise, chunks, self.processes)
         while True:
             found: list[Any] = [None] * size
@@ -163,18 +148,18 @@ class Stream:
                     raise each
                 yield each
 
-    def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
+    def _chunks(self, mark: Cursor) -> Iterator[tuple[Cursor | None, list[Piece]]]:
         """Batches of pieces from a mark on, and a mark if a record begins a document there."""
         source = self.source
-        cursor = Cursor(mark.file, mark.number, mark.offset, mark.state)
+        cursor = replace(mark)  # which moves
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
 
-        def marked() -> Iterator[tuple[Mark | None, Piece]]:
+        def marked() -> Iterator[tuple[Cursor | None, Piece]]:
             for piece in pieces(source, self.column, self.notes, mark.document):
-                _, document, is_first, _, _ = piece
-                here = Mark(cursor.file, cursor.number, cursor.offset, document, state=cursor.state)
-                yield here if is_first and read_from is not None else None, piece
+                _, document, _, before = piece
+                begins = read_from is not None and not before
+                yield replace(cursor, document=document) if begins else None, piece
 
         for chunk in batches(marked(), lambda item: len(item[1][0])):
             yield chunk[0][0], [piece for _, piece in chunk]
@@ -233,7 +218,7 @@ class Stream:
         long.
         """
         first = next(self.sequences(validation=False))
-        return to_device(self._batch([first] * rows), self.share.device)
+        return self._batch([first] * rows)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
@@ -249,7 +234,7 @@ class Stream:
             step = start
             epoch = self.place["epoch"]
             first = self.place["first"]
-            mark = Mark(*self.place["mark"])
+            mark = Cursor(*self.place["mark"])
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(
@@ -261,7 +246,7 @@ class Stream:
             yield self._window(sequences, place | {"stream": stream})
 
     def _batches(
-        self, epoch: int, first: int, mark: Mark
+        self, epoch: int, first: int, mark: Cursor
     ) -> Iterator[tuple[list[tuple[int, np.ndarray]], dict[str, Any]]]:
         """Global batches from the sequence `first` of an epoch on, as (number, sequence), and where
         each ends. Epoch after epoch.
@@ -282,7 +267,7 @@ class Stream:
                 window = first - first % self.shuffle_window
                 while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
                     del marks[0]
-                yield batch, {"epoch": epoch, "first": first, "mark": list(marks[0])}
+                yield batch, {"epoch": epoch, "first": first, "mark": [*vars(marks[0]).values()]}
             if begins_epoch and first == 0:
                 raise ConfigError(
                     f"{self.source.name}: less than one global batch of "
@@ -296,9 +281,8 @@ class Stream:
         share = self.share
         numbers = np.arange(len(sequences))
         split = micro_batches(numbers, share.rank, share.world_size, self.per_device)
-        rows = [self._batch([sequences[i][1] for i in indices]) for indices in split]
         return Window(
-            [to_device(batch, share.device) for batch in rows],
+            [self._batch([sequences[i][1] for i in indices]) for indices in split],
             len(sequences) * self.seq_length,
             len(sequences),
             place["epoch"],
@@ -310,16 +294,17 @@ class Stream:
     def _batch(self, sequences: list[np.ndarray]) -> Batch:
         tokens = torch.from_numpy(np.stack(sequences))
         batch = self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-        is_copied = self.share.device.type == "cuda"
-        return {key: row.pin_memory() for key, row in batch.items()} if is_copied else batch
+        if self.share.device.type == "cuda":
+            batch = {key: row.pin_memory() for key, row in batch.items()}
+        return to_device(batch, self.share.device)
 
 
 def _chunk(
-    tokenise: Tokenise, chunk: tuple[Mark | None, list[Piece]]
-) -> tuple[Mark | None, np.ndarray, np.ndarray, np.ndarray]:
+    encode: EncodeDocuments, chunk: tuple[Cursor | None, list[Piece]]
+) -> tuple[Cursor | None, np.ndarray, np.ndarray, np.ndarray]:
     """(mark, tokens, [pieces] how many are of each, [pieces] the number of its document)."""
     mark, of_chunk = chunk
-    tokens, lengths = tokenise(of_chunk)
+    tokens, lengths = encode.tokenise(of_chunk)
     return mark, tokens, lengths, np.array([piece[1] for piece in of_chunk])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from shared.parallel.gradients import local_part
@@ -116,7 +116,7 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
             # a second moment of 0 beside a first one that is not divides it by epsilon alone
             if not signed:
                 state.qmap[0] = state.qmap[1]
-            return _as_sharded(state, p) if isinstance(p, DTensor) else state
+            return _as_sharded(state, p, p.shape)
 
         def step(self, closure: None = None) -> None:  # type: ignore[override]
             on_cpu = any(
@@ -130,9 +130,11 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
     return BlockedAdamW8bit(params, **options)
 
 
-def _as_sharded(local: torch.Tensor, like: DTensor, shape: torch.Size | None = None) -> DTensor:
-    """A DTensor of this rank's piece, spread as `like`."""
-    shape = shape or like.shape
+def _as_sharded(local: torch.Tensor, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A DTensor of this rank's piece, spread as `like`; the piece itself where that is whole."""
+    if not isinstance(like, DTensor):
+        return local
+    assert all(p.is_replicate() or p.is_shard(0) for p in like.placements)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
@@ -146,16 +148,11 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Paramet
     parameter: Any
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
-            inner: Any = local_part(value) if isinstance(value, torch.Tensor) else value
+            inner: Any = local_part(value)
             if not hasattr(inner, "codes"):
                 yield parameter, key, value
                 continue
             shape = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // inner.block_size])
             scale = inner.scale.view(*inner.codes.shape[:-1], shape[-1])
-            if isinstance(value, DTensor):
-                assert all(p.is_replicate() or p == Shard(0) for p in value.placements)
-                yield parameter, f"{key}.codes", _as_sharded(inner.codes, value)
-                yield parameter, f"{key}.scale", _as_sharded(scale, value, shape)
-            else:
-                yield parameter, f"{key}.codes", inner.codes
-                yield parameter, f"{key}.scale", scale
+            yield parameter, f"{key}.codes", _as_sharded(inner.codes, value, parameter.shape)
+            yield parameter, f"{key}.scale", _as_sharded(scale, value, shape)

@@ -51,9 +51,10 @@ def orthogonal(
         coefficients, steps: of the Newton-Schulz iteration.
     """
     a, b, c = coefficients
-    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    is_tall = matrix.size(0) > matrix.size(1)
+    wide = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=1e-7)  # the largest singular value is at most 1
     for _ in range(steps):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide if matrix.size(0) <= matrix.size(1) else wide.T
+    return wide.T if is_tall else wide

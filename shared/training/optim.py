@@ -138,27 +138,27 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
         if isinstance(module, nn.ModuleList | nn.Sequential)
     }
 
-    def block_of(name: str) -> str | None:
+    def block_of(name: str) -> str:
         parts = name.split(".")
-        found = []
-        for i, part in enumerate(parts):
-            if part.isdecimal() and lists.get(".".join(parts[:i])):
-                found.append(".".join(parts[: i + 1]))
-        return found[min(1, len(found) - 1)] if found else None
+        found = [
+            ".".join(parts[: i + 1])
+            for i, part in enumerate(parts)
+            if part.isdecimal() and lists.get(".".join(parts[:i]))
+        ]
+        return found[min(1, len(found) - 1)] if found else ""
 
     inside = {name: block_of(name) for name, _ in model.named_parameters()}
+    # A stage's own parameters (its downsampling) come before its blocks and are not a block.
+    named = set(inside.values()) - {""}
+    blocks = {b for b in named if not any(other.startswith(f"{b}.") for other in named)}
     seen: list[str] = []
     depth = {}
     for name, parameter in model.named_parameters():
         block = inside[name]
-        # A stage's own parameters (its downsampling) come before its blocks and are not a block.
-        is_stage = block is not None and any(
-            b is not None and b.startswith(f"{block}.") for b in inside.values()
-        )
-        if block is not None and not is_stage and block not in seen:
+        if block in blocks and block not in seen:
             seen.append(block)
         depth[parameter] = len(seen)
-    last = max((i for i, block in enumerate(inside.values()) if block is not None), default=-1)
+    last = max((i for i, block in enumerate(inside.values()) if block), default=-1)
     head = _head_parameters(model)
     for i, (name, parameter) in enumerate(model.named_parameters()):
         # tied embeddings come first
@@ -219,8 +219,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
-        decay = config.weight_decay
-        muon = Muon(groups(orthogonal), lr=config.peak, weight_decay=decay, momentum=0.95)
+        muon = Muon(groups(orthogonal), lr=config.peak, momentum=0.95)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
     return [torch.optim.AdamW(everything, fused=True, **adam)]

@@ -28,15 +28,15 @@ class Step:
             the device: whether the losses and the norm are finite on all ranks.
 
     Attributes:
-        number: of this optimizer step, from 1.
+        number: counts optimizer steps from 1.
         indices: samples of this rank's micro-batches, -1 where a row counts for nothing.
         num_targets: targets of the global batch, over all ranks. The loss is the mean over them.
         learning_rate: of this step.
         grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
-        positions: of the labels read so far, padding included.
-        waited: seconds that reading them has taken.
+        positions: labels read so far, those of padding included.
+        waited: seconds spent reading the micro-batches.
         finite: whether losses and gradients were finite: a bool on the device, the same on all
-            ranks; None before `update`.
+            ranks, or on those of a replica; None before `update`.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Step:
         self.waited = 0.0
         self._batches: list[Batch] | None = None
         self.indices: list[list[int]] = window.indices.tolist()
-        self.scale = loss_scale(window.num_targets)
         # logged values by name, a scalar for each micro-batch
         self.sums: dict[str, list[torch.Tensor]] = {}
         self.means: dict[str, float] = {}  # logged values that are the same on all ranks
@@ -68,6 +67,17 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None  # since the last update
         self.finite: torch.Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of
+        the global mean.
+
+        The mean runs over all `num_targets` of the global batch, however they are distributed over
+        ranks and micro-batches. DDP and FSDP average over the ranks that read different data. The
+        factor undoes that.
+        """
+        return data_parallel_size() / max(1, self.num_targets)
 
     def micro_batches(self) -> Iterator[Batch]:
         """Read and yield each micro-batch. Gradients are reduced over ranks in the backward pass of
@@ -108,7 +118,6 @@ class Step:
         self._batches = batches
         self.indices = indices
         self.num_targets = num_targets
-        self.scale = loss_scale(num_targets)
         self.positions = sum(batch["labels"].numel() for batch in batches)
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
@@ -146,8 +155,8 @@ class Step:
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:
-        """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient
-        is not finite.
+        """Step the optimizers and clear the gradients. If loss or gradient is not finite on any
+        rank, all ranks skip the update. May be called again, with other optimizers.
         """
         norm = self.clip_gradients(0) if self._norm is None else self._norm
         self._norm = None
@@ -172,14 +181,3 @@ def reduced(accelerator: Accelerator, models: Sequence[nn.Module], *, last: bool
             elif not last:
                 stack.enter_context(accelerator.no_sync(model))
         yield
-
-
-def loss_scale(num_targets: int) -> float:
-    """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the
-    global mean.
-
-    The mean runs over all `num_targets` of the global batch, however they are distributed over
-    ranks and micro-batches. DDP and FSDP average over the ranks that read different data. The
-    factor undoes that.
-    """
-    return data_parallel_size() / max(1, num_targets)

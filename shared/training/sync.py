@@ -5,8 +5,7 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -22,20 +21,6 @@ from shared.parallel.strategy import Strategy
 from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.training.options import SyncConfig
-
-
-@dataclass
-class Flight:
-    """The sum over replicas of what a fragment has moved, on its way."""
-
-    total: torch.Tensor  # [values of this rank's shards]
-    work: Any = None
-
-    def land(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.total
 
 
 class Replicas(Strategy):
@@ -85,10 +70,11 @@ class Replicas(Strategy):
         if size > 1:
             self.group = dist.new_subgroups(size)[0]
         self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
-        self.names: list[str] = []  # of the weights that are agreed on
-        self.momentum: dict[str, torch.Tensor] = {}
+        self.momentum: dict[str, torch.Tensor] = {}  # by name of the weights that are agreed on
         self.fragments: list[list[str]] = []  # these names
-        self.flights: dict[int, Flight] = {}  # by fragment
+        # by fragment: the sum over replicas of what it has moved ([values of this rank's shards]),
+        # and its all-reduce, if there are several
+        self.flights: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def prepare(
         self, model: nn.Module, optimizers: list[Any], options: OptimConfig
@@ -101,22 +87,27 @@ class Replicas(Strategy):
     def begin(self, model: nn.Module) -> None:
         """Agree on the present weights of a model, the same on all ranks."""
         self.agreed = WeightCopy(self.accelerator, model)
-        self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
-        self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
-        self.fragments = list(self._cut(self.options.sync_fragments))
+        self.momentum = {
+            name: torch.zeros_like(value)
+            for name, value in self.agreed.tensors.items()
+            if name not in self.agreed.buffers
+        }
+        self.fragments = self._cut()
 
     def everywhere(self, finite: torch.Tensor) -> torch.Tensor:
         return finite if self.group is None else super().everywhere(finite)
 
-    def _cut(self, fragments: int) -> Iterator[list[str]]:
+    def _cut(self) -> list[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
-        numbers = [self.agreed.live[name].numel() for name in self.names]
+        count = self.options.sync_fragments
+        parts: list[list[str]] = [[] for _ in range(count)]
+        size = sum(value.numel() for value in self.momentum.values())
         done = 0
-        parts = [[] for _ in range(fragments)]  # type: ignore[var-annotated]
-        for name, number in zip(self.names, numbers, strict=True):
-            parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
-            done += number
-        yield from parts
+        for name, value in self.momentum.items():
+            middle = done + value.numel() // 2
+            parts[min(count - 1, middle * count // size)].append(name)
+            done += value.numel()
+        return parts
 
     def _sends(self, step: int, total_steps: int) -> list[int]:
         """The fragments that are sent after a step: each every `sync_every` steps, and evenly
@@ -134,18 +125,16 @@ class Replicas(Strategy):
         delay = self.options.sync_delay
         last = step == total_steps
         arriving = self._sends(step - delay, total_steps)
-        for part in arriving if delay else []:
+        for part in sorted(self.flights) if last else arriving:
             self._apply(part, self.options.alpha)
-        if last:  # all that was done is agreed on
-            for part in sorted(self.flights):
-                self._apply(part, self.options.alpha)
+        # at the end, all that was done is agreed on
         for part in range(len(self.fragments)) if last else self._sends(step, total_steps):
             self._send(part)
             if last or not delay:
                 self._apply(part, 0.0)
         if (last or 0 in arriving) and self.agreed.buffers:
             live = {name: self.agreed.live[name] for name in self.agreed.buffers}
-            average_buffers(self.accelerator, [live])
+            average_buffers(self.accelerator, live)
             for name, value in live.items():
                 self.agreed.buffers[name].copy_(value)
 
@@ -163,30 +152,33 @@ class Replicas(Strategy):
         moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
         total = torch.cat(moved) if moved else torch.zeros(0, device=self.accelerator.device)
         total = total.to(self.dtype)
-        self.flights[part] = Flight(total)
+        work = None
         if self.across is not None and total.numel():
-            self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
+            work = dist.all_reduce(total, group=self.across, async_op=True)
+        self.flights[part] = total, work
+
+    def _landed(self, part: int) -> torch.Tensor:
+        """What was sent of a fragment, summed over replicas: [values of this rank's shards]."""
+        total, work = self.flights[part]
+        if work is not None:
+            work.wait()
+        return total
 
     def _apply(self, part: int, alpha: float) -> None:
-        # sent before the run was prolonged: it was all applied at the former end
+        # without a delay it is applied already; and if the run was prolonged, at the former end
         if part not in self.flights:
             return
-        total = self.flights.pop(part).land().float() / self.count
+        total = self._landed(part).float() / self.count
+        del self.flights[part]
         pairs = self._pairs(part)
         rate = self.options.outer_learning_rate
         decay = self.options.outer_momentum
-        pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
+        pieces = total.split([own.numel() for own, _, _ in pairs])
         for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
             gradient = piece.view_as(own)
             momentum.mul_(decay).add_(gradient)
             agreed.sub_(rate * (gradient + decay * momentum))
             own.copy_(torch.lerp(agreed, own, alpha) if alpha else agreed)
-
-    @torch.no_grad()
-    def begin_from_agreed(self) -> None:
-        """Let this replica have the agreed weights."""
-        for name, value in self.agreed.live.items():
-            local_part(value).copy_(local_part(self.agreed.tensors[name]))
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -196,8 +188,7 @@ class Replicas(Strategy):
         for part in range(len(self.fragments)):
             if f"{prefix}{part}" in saved:  # make room for it
                 size = sum(own.numel() for own, _, _ in self._pairs(part))
-                self.flights[part] = Flight(
-                    torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
-                )
+                room = torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
+                self.flights[part] = room, None
         tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
-        return tensors | {f"{prefix}{part}": flight.land() for part, flight in self.flights.items()}
+        return tensors | {f"{prefix}{part}": self._landed(part) for part in self.flights}

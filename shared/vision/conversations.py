@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,8 +34,9 @@ class ImageEncoder(Encoder):
     """An `Encoder` of texts with IMAGE in them. The loss does not count tokens of images.
 
     Attributes:
-        sizes: width and height of each image of the next conversation.
-        where: its place.
+        sizes: width and height of each image of the next conversation, in pixels. Whoever calls
+            this sets them before, in place: a text with IMAGE does not say them.
+        where: its file and line, for errors.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str, processor: ImageProcessor) -> None:
@@ -54,14 +56,12 @@ class ImageEncoder(Encoder):
     ) -> tuple[list[int], np.ndarray]:
         self.where = where
         ids, learned = super().__call__(example, where, notes)
-        around = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
-        return ids, learned & ~np.isin(ids, [*self.processor.ids, *around])
+        # special tokens that the processor writes around images, such as <|vision_start|>
+        borders = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
+        return ids, learned & ~np.isin(ids, [*self.processor.ids, *borders])
 
-    def _render(self, messages: Messages, **options: Any) -> str:
-        return super()._render(in_parts(messages), **options)
-
-    def _render_marked(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
-        return super()._render_marked(in_parts(messages), **options)
+    def _turns(self, messages: Messages) -> Any:
+        return super()._turns(in_parts(messages))
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """As of `Encoder`, with the tokens of each image in place of its mark. Places count in
@@ -87,8 +87,8 @@ class ImageEncoder(Encoder):
 
 
 class ToImageSamples(ToSamples):
-    """Records with and without images to samples, see `store.Encode`. A sample that is too long is
-    left out: an image cannot be cut.
+    """Records with and without images to samples, see `store.Encode`. A sample with images that is
+    too long is left out: an image cannot be cut.
     """
 
     kind = "image-chat"
@@ -103,7 +103,10 @@ class ToImageSamples(ToSamples):
         self.sizes = encoder.sizes
         self.processor = processor
         self.vision = vision
-        self.pictures: list[list[Picture]] = []  # of the samples of this batch
+        self.opened = partial(
+            ImageConversations, processor=processor, max_pixels=vision.image_max_pixels
+        )
+        self.pictures: list[list[Picture]] = []  # of the samples that a call makes
 
     def identity(self) -> Any:
         vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
@@ -112,6 +115,7 @@ class ToImageSamples(ToSamples):
     def __call__(self, items: list[Any], notes: Notes) -> Encoded:
         self.pictures = []
         encoded = super().__call__(items, notes)
+        # without paths: images that were moved are the same data
         contents = [[picture[1:] for picture in pictures] for pictures in self.pictures]
         sums = [zlib.crc32(json.dumps(content).encode()) for content in contents]
         checksums = encoded.table["checksum"] ^ np.array(sums, np.int64)
@@ -145,23 +149,14 @@ class ToImageSamples(ToSamples):
             samples = super().samples(record, form, where, notes)
         else:
             ids, learned = self.encode(record, form, where, notes)
-            if len(ids) > self.seq_length + 1:
+            is_long = len(ids) > self.seq_length + 1
+            if is_long:
                 notes.add("long", f"{where}: {len(ids):,} tokens")
-            fits = len(ids) <= self.seq_length + 1 and learned[1:].any()
-            samples = [(ids, learned)] * bool(fits)
+            samples = [] if is_long or not learned[1:].any() else [(ids, learned)]
             # what follows the last answer may be left out
             pictures = pictures[: self.processor.count_in(ids, self.sizes)]
         self.pictures += [pictures] * len(samples)
         return samples
-
-    def opened(self, *arguments: Any, **named: Any) -> ImageConversations:
-        return ImageConversations(
-            *arguments,
-            **named,
-            own_template=self.encoder.has_own_template,
-            processor=self.processor,
-            max_pixels=self.vision.image_max_pixels,
-        )
 
 
 class ImageConversations(Conversations):
@@ -180,15 +175,14 @@ class ImageConversations(Conversations):
         *arguments: Any,
         processor: ImageProcessor,
         max_pixels: int | None,
-        **named: Any,
     ) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments)
         self.processor = processor
         self.max_pixels = max_pixels
 
-    def first_ids(self, count: int = 100_000) -> np.ndarray:
+    def first_ids(self) -> np.ndarray:
         """As of `Conversations`, without tokens of images, whose embeddings are never used."""
-        ids = super().first_ids(count)
+        ids = super().first_ids()
         return ids[~np.isin(ids, self.processor.ids)]
 
     def pictures(self, index: int) -> list[Picture]:
@@ -223,15 +217,15 @@ class ImageConversations(Conversations):
             row = {"input_ids": ids, "labels": np.full(len(ids), IGNORED), "images": blank}
             rows = [*rows, row]
         batch = collate_padded(rows, **padding)
-        return batch | self.inputs(batch["input_ids"], [row["images"] for row in rows])
+        inputs = self.inputs(batch["input_ids"], [row["images"] for row in rows])
+        return batch | {f"image.{name}": value for name, value in inputs.items()}
 
     def inputs(self, input_ids: torch.Tensor, images: list[list[Any]]) -> Batch:
-        """What a model gets beside the tokens, as `image.NAME`.
+        """What a model gets beside the tokens.
 
         Args:
             input_ids: [batch, seq].
             images: of each row.
         """
-        inputs = self.processor.inputs([row for row in images if row])
-        inputs |= self.processor.types(input_ids.numpy())
-        return {f"image.{name}": value for name, value in inputs.items()}
+        pixels = self.processor.inputs([row for row in images if row])
+        return pixels | self.processor.types(input_ids.numpy())

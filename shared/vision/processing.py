@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from shared.data.order import Batch
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
 
@@ -101,14 +102,14 @@ class ImageProcessor:
         """[tokens] int64 of one small image."""
         return np.array(self.ids_of((SMALL,))[0])
 
-    def types(self, input_ids: np.ndarray) -> dict[str, torch.Tensor]:
+    def types(self, input_ids: np.ndarray) -> Batch:
         """Which of the tokens are of images, [batch, seq] int64, if the model asks for that."""
         if self.of_tokens is None:
             return {}
         values = self.processor.create_mm_token_type_ids(input_ids.tolist())
         return {self.of_tokens: torch.tensor(values)}
 
-    def inputs(self, images: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
+    def inputs(self, images: Sequence[Sequence[Image.Image]]) -> Batch:
         """What the model gets of the images of some rows, each with one at least."""
         encoded = self.processor(
             images=[list(row) for row in images],

@@ -37,8 +37,7 @@ class PromptImages:
         if not any(images):
             return {}
         inputs = self.samples.inputs(input_ids.cpu(), images)
-        device = input_ids.device
-        return {name.removeprefix("image."): value.to(device) for name, value in inputs.items()}
+        return {name: value.to(input_ids.device) for name, value in inputs.items()}
 
     def draw(self, file: Path, rows: list[dict[str, Any]]) -> bool:
         """Draw the first image of each row of answers below reference and answer. Returns whether

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError
@@ -66,7 +67,12 @@ def _freeze_unused(
         features: Any = ()
         if hasattr(model, "get_image_features"):
             features = model.get_image_features(**{k: v.to(device) for k, v in inputs.items()})
-        sums = [tensor.float().sum() for tensor in _tensors(features) if tensor.requires_grad]
+        # what the language model gets of them
+        if hasattr(features, "pooler_output"):
+            features = [features.pooler_output, getattr(features, "deepstack_features", None)]
+        leaves = tree_leaves(features, is_leaf=lambda value: isinstance(value, dict))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sums = [tensor.float().sum() for tensor in tensors if tensor.requires_grad]
         if not sums:
             raise ConfigError(
                 f"--train_vision: {type(model).__name__} cannot be asked what it sees"
@@ -75,14 +81,3 @@ def _freeze_unused(
     for parameter in chosen.values():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None
-
-
-def _tensors(features: Any) -> list[torch.Tensor]:
-    """The tensors that the language model gets of images."""
-    if hasattr(features, "pooler_output"):
-        features = [features.pooler_output, getattr(features, "deepstack_features", None)]
-    if isinstance(features, torch.Tensor):
-        return [features]
-    if isinstance(features, list | tuple):
-        return [tensor for entry in features for tensor in _tensors(entry)]
-    return []

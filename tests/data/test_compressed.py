@@ -105,6 +105,6 @@ def test_its_tokens_are_those_of_the_plain_file(text_file, tiny_model, tmp_path,
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     configs = [CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers) for p in (text_file, packed)]
     encode = corpus.EncodeDocuments(tokenizer, "text")
-    plain, unpacked = (store.prepare_sources(config, encode, processes=workers)[0][""] for config in configs)
+    plain, unpacked = (store.prepare_sources(config, encode)[0][""] for config in configs)
     assert plain.folder != unpacked.folder and plain.identity == unpacked.identity
     assert plain["tokens"].tolist() == unpacked["tokens"].tolist()

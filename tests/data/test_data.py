@@ -455,7 +455,7 @@ def test_a_transform_that_changes_what_is_counted_is_refused():
     """The loss of a step is divided by the targets that the samples say."""
     subject = loader()
     subject.transform = lambda row: {**row, "labels": np.full_like(row["labels"], IGNORED)}
-    with pytest.raises(ConfigError, match=r"sample \d+: the transform makes 0 targets of \d+: keep their number"):
+    with pytest.raises(ConfigError, match=r"sample \d+: the transform changed the number of targets from \d+ to 0: keep it"):
         plain(next(subject.windows(0, 1)))
     subject = loader()
     subject.transform = lambda row: {**row, "position_ids": np.array([0, 1, 0, 1, 3])}

@@ -38,7 +38,7 @@ def prepare(kind, path, processes):
     options = {"train_file": (str(path),), "preprocessing_num_workers": processes}
     if kind == "corpus":
         encode = corpus.EncodeDocuments(tokenizer, "text")
-        return store.prepare_sources(CorpusConfig(**options), encode, processes=processes)[0][""]
+        return store.prepare_sources(CorpusConfig(**options), encode)[0][""]
     if kind == "labelled":
         return labelled.open_texts(LabelledTextConfig(**options), tokenizer).train.stores[0]
     if kind == "preferences":

@@ -133,7 +133,7 @@ def test_4_bits(tmp_path, family):
     whole = model_class.from_pretrained(tmp_path / "base", dtype=torch.float32)
     accelerator = Accelerator(cpu=True)
     load = (str(tmp_path / "base"), QLORA, SpeedConfig(), accelerator)
-    base = adapters.load_base(*load, torch.device("cpu"))
+    base = adapters.load_base(*load)
     fused = [name for name, p in whole.named_parameters() if ".experts." in name and p.ndim == 3]
     assert fused
     for name in fused:
@@ -188,7 +188,7 @@ def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
 
     load = (str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True))
     with Largest() as largest:
-        adapters.load_base(*load, torch.device("cpu"))
+        adapters.load_base(*load)
     assert 0 < largest.numbers <= layer
 
 
@@ -196,7 +196,7 @@ def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
 def test_experts_that_4_bits_leave_out_are_counted(tmp_path, family, capsys):
     whole = make(family, tmp_path).from_pretrained(tmp_path)
     fused = sum(p.numel() for name, p in whole.named_parameters() if ".experts." in name and p.ndim == 3)
-    base = adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+    base = adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True))
     adapters.add_adapters(base, QLORA)
     assert f"the fused experts, {fused:,} parameters, stay in 16 bits: no option quantises them" in capsys.readouterr().err
 
@@ -206,7 +206,7 @@ def test_a_model_that_is_quantised_already_is_not_quantised_again(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"is quantised already.*: drop --load_in_4bit, or take a copy"):
-        adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+        adapters.load_base(str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True))
 
 
 RESUMED = [
@@ -243,7 +243,7 @@ def test_qlora_of_experts_on_two_processes_is_that_of_one_and_goes_on_after_a_ki
     for name in ("final", "merged"):
         assert all(torch.equal(value, two.weights(name)[key]) for key, value in again.weights(name).items())
 
-    base = adapters.load_base(str(tmp_path / "base"), QLORA, SpeedConfig(), Accelerator(cpu=True), torch.device("cpu"))
+    base = adapters.load_base(str(tmp_path / "base"), QLORA, SpeedConfig(), Accelerator(cpu=True))
     adapted = PeftModel.from_pretrained(base.dequantize(), tmp_path / "two" / "final").eval()
     merged = type(base).from_pretrained(tmp_path / "two" / "merged", dtype=torch.float32).eval()
     with torch.no_grad():

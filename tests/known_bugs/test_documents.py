@@ -31,7 +31,7 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
     train, validation, *_ = corpus.open_corpus(config, tokenizer, 64, isolate=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.row_form = attention.Form(flat=flat)
-    for split in (train, validation):
+    for (split,) in (train.datasets, validation.datasets):
         rows = [split[i] for i in range(3)]
         expected, parts, ends = torch.zeros(()), 0, {*split._ends(0, split.num_tokens)}
         for number, row in enumerate(rows):

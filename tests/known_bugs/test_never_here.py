@@ -55,7 +55,7 @@ def to_pretrain(name):
 
 def to_fine_tune(name, launched=FP32_LAUNCH, **options):
     adapter = AdapterConfig(**options)
-    return adapters.add_adapters(adapters.load_base(name, adapter, SpeedConfig(), launched, torch.device("cpu")), adapter)
+    return adapters.add_adapters(adapters.load_base(name, adapter, SpeedConfig(), launched), adapter)
 
 
 # The loss --------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_without_a_row_mask_transformers_does_what_it_did():
 
 def test_a_row_mask_is_known_on_the_host():
     """There is no value to read on the meta device."""
-    mask = attention.row_mask(torch.empty(2, 8, device="meta"))
+    mask = attention.row_mask(torch.empty(2, 8, device="meta"), attention.Rows())
     for same in (mask, mask == 1, mask.bool(), mask.to(torch.float32), mask.view(2, -1)):
         assert torch.all(same) and same.all() and same.rows is mask.rows
     for other in (mask == 0, mask != 1, 1 - mask, mask[:, :4], mask.cumsum(-1), mask.all(-1)):

@@ -148,7 +148,7 @@ def test_averaged_buffers_are_the_mean_over_ranks_and_integers_stay(model):
     change(model, 0)
     copy = persistent_buffers(model)
     before = state(model)
-    average_buffers(Two(), [{"a": copy["seen"]}, copy])
+    average_buffers(Two(), {"a": copy["seen"]} | copy)
     for name in ("layers.1.running_mean", "layers.1.running_var"):
         torch.testing.assert_close(model.state_dict()[name], (before[name] + 3) / 2)
     assert model.seen.tolist() == before["seen"].tolist()

@@ -134,7 +134,7 @@ def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
 
 def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, tmp_path):
     done, temporary = [], tmp_path / ".tmp-final"
-    monkeypatch.setattr(files, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
+    monkeypatch.setattr(files, "fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
     write(tmp_path / "final", "new")
     assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
 

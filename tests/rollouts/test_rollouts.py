@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.config.options import BatchConfig
 from shared.data.loader import Share
 from shared.models.generation import generate
 from shared.process.errors import ConfigError
@@ -42,7 +43,7 @@ def at(step: int) -> SimpleNamespace:
 
 def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
     values = {"group": 4, "updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0, "batch": 4} | changes
-    batch = SimpleNamespace(
+    batch = BatchConfig(
         global_batch_size=values["batch"],
         seed=values["seed"],
         per_device_train_batch_size=values["per_device"],

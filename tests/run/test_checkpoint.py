@@ -104,7 +104,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     assert saver.resume().step == 1
     assert "checkpoint-000002" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
-        make(tmp_path / "new")[2].resume(newest)
+        make(tmp_path / "new", resume_from_checkpoint=newest)[2].resume()
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         saver.resume()
@@ -214,7 +214,7 @@ def test_one_of_another_format_is_refused(tmp_path):
     manifest["format"] = 2
     path.write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
     with pytest.raises(CheckpointError, match="format 2, but this version reads only 6"):
-        make(tmp_path / "new")[2].resume(path.parent)
+        make(tmp_path / "new", resume_from_checkpoint=path.parent)[2].resume()
 
 
 def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
@@ -268,14 +268,14 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     _, _, saver = make(tmp_path / "one")
     saver.save(TrainState(step=1, tracker_run_id="abc"))
     source = tmp_path / "one" / "checkpoint-000001"
-    _, _, saver = make(tmp_path / "two")
+    _, _, saver = make(tmp_path / "two", resume_from_checkpoint=source)
     (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    state = saver.resume(source)
+    state = saver.resume()
     assert (state.step, state.tracker_run_id) == (1, "")
     assert not (tmp_path / "two" / "metrics.jsonl").exists()
     saver.save(TrainState(step=2))
     capsys.readouterr()
-    assert saver.resume(source).step == 2
+    assert saver.resume().step == 2
     assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
 
 
