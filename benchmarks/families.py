@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
+import vision_models
 from about import about, line
 from model_families import FAMILIES, MORE_THAT_SEE, make
 from PIL import Image
@@ -34,7 +35,6 @@ from PIL import Image
 from shared.models.loading import class_of
 from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
-from tests import vision_models
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "families.md"

@@ -217,10 +217,9 @@ class Rollouts:
         answers = self.tensors["answers"].numpy()
         advantages = self.tensors["advantages"].numpy()
         counts = (answers >= 0).sum(1)
-        is_kept = advantages.reshape(-1, self.group).any(1)
-        if not is_kept.any():
-            is_kept[:] = True
-        kept = np.flatnonzero(np.repeat(is_kept, self.group))
+        differ = advantages.reshape(-1, self.group).any(1)
+        # all of them, if none differ
+        kept = np.flatnonzero(np.repeat(differ | ~differ.any(), self.group))
         lengths = counts[kept] + [len(prompts[row // self.group]) for row in kept]
         tokens = int(counts[kept].sum())
         weights = {
