@@ -265,7 +265,7 @@ class CheckpointConfig:
     # Names of settings that may differ from the checkpoint although they affect learning; also
     # data, base and replicas
     allow_changed: Free[tuple[str, ...]] = ()
-    # Before the first step, try the longest batch, an evaluation, a save and a load
+    # Before the first step, try the longest batch, a save and a load
     dress_rehearsal: Free[bool] = False
 
     def every(self, total_steps: int) -> int:

@@ -1,8 +1,8 @@
-"""Data that an encoder has made of a source: prepared once, batch after batch, and kept for later
+"""Data that an encoder has made from a source: prepared once, batch after batch, and kept for later
 runs.
 
-A store belongs to one source, never to a split: which of its samples are trained on is decided when
-it is opened. A preparation that was killed goes on where it stood, and ends with the same bits.
+A store belongs to one source, never to a split: a `Split` of it has the samples to train on. A
+preparation that was killed goes on where it stood, and ends with the same bits.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def prepare_sources(
 
     Args:
         config: a `DataConfig` of text, with `preprocessing_num_workers`.
-        limit: read only so many records of each source to train on.
+        limit: read only this many records of each source to train on.
 
     Returns:
         By the names of the sources, their stores to train on, and those to validate on if they are
@@ -181,7 +181,7 @@ def prepare(
     others wait.
 
     Args:
-        limit: read only so many records.
+        limit: read only this many records.
         processes: see `parallel_map`.
 
     Raises:
@@ -247,7 +247,7 @@ class _Writer:
         held = {path.name: path.stat().st_size for path in folder.iterdir()}
         if held.pop(STATE, 0):  # of a killed preparation
             state = _State(**json.loads((folder / STATE).read_text()))
-            # else they lost what was written last, with the machine's power
+            # a power cut may have lost the last writes: then start over
             if all(held.get(name, 0) >= size for name, size in state.sizes.items()):
                 self.state = state
         self.notes = Notes(Counter(self.state.counts), self.state.first)
@@ -319,7 +319,7 @@ class Store:
         self._arrays = state.arrays
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
-        # not how long the lines are: they have the paths of files, and labels are compared apart
+        # not how long the lines are: they have the paths of files, and labels are compared separately
         arrays = [name for name in self._arrays if not name.endswith("_ends")]
         self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
@@ -366,7 +366,7 @@ class Store:
 class Split:
     """Chosen samples of a store, or of several: the sources of a mixture, one after the other.
 
-    A subclass says what a row is, and so is `order.Samples`.
+    Subclasses add `__getitem__`, and so implement `order.Samples`.
 
     Args:
         stores: by the name of the source; of one that is not mixed, any name.

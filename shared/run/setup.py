@@ -111,7 +111,7 @@ class Setup:
 
         Args:
             reason: what they follow from, for people; "" leaves them out of the summary.
-            values: by flag; ignored where the flag was given, or, of a budget, any budget was.
+            values: by flag; ignored if the flag was given, and a budget if any budget was.
         """
         given = configs.flatten(self.config)
         has_budget = any(given.get(name) is not None for name in configs.BUDGETS)
@@ -197,9 +197,11 @@ class Setup:
             torch._dynamo.config.suppress_errors = asked is None
             try:
                 how(self.accelerator.unwrap_model(model))
-            except ConfigError:
+            except ConfigError as error:
                 if asked:
                     raise
+                self.config = configs.replace(self.config, torch_compile=False)
+                note(f"not compiled: {error}")
         return self.config
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -55,8 +55,8 @@ def joined(rows: list[Row]) -> Row:
 
 
 class Packed:
-    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart
-    at each one.
+    """Rows of several conversations each, of a `chat.Conversations`: `order.Samples` with
+    `position_ids` that restart at each.
 
     The sources of a mixture do not share rows. `sources` has the rows of each.
     """
@@ -84,8 +84,8 @@ class Packed:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[rows] fp64. Of equally long rows, the one with more conversations needs more memory: it
-        has a mask.
+        """[rows] fp64. Rows of equal length are ordered by their number of conversations, in the
+        fraction: from several of them, the model builds a mask, which takes memory.
         """
         starts = np.append(0, self._ends[:-1])
         return (
@@ -108,11 +108,11 @@ class Packed:
 
 def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also
-    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, there are no
-    positions.
+    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, `position_ids`
+    are left out.
 
-    Padding comes after a row's last document and has no targets. There is no attention mask: models
-    separate documents by restarting positions only without one.
+    Padding comes after a row's last document and has no targets. There is no attention mask, since
+    models separate documents by restarting positions only if they get none.
 
     Args:
         rows: of a `Packed`.
