@@ -44,7 +44,7 @@ TEMPLATES = {
     "image_classification": 68_100,
     "lora_finetune": 90_600,
     "pretrain": 76_500,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 68_900,
+    "pretrain_pipeline": 69_000,
     "text_classification": 78_300,
 }
 LAYOUT = {

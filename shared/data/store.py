@@ -319,7 +319,7 @@ class Store:
         self._arrays = state.arrays
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
-        # not how long the lines are: they have the paths of files, and labels are compared separately
+        # not how long the lines are: these have paths of files; labels are compared separately
         arrays = [name for name in self._arrays if not name.endswith("_ends")]
         self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
