@@ -183,14 +183,14 @@ class Setup:
             The config, which says whether the model is compiled.
         """
         asked = self.config.speed.torch_compile
-        measured = self.device.type == "cuda"
-        measured &= "--torch_compile by default" not in self.strategy.lacks
-        saves = measured and one_shape and steps >= least
+        can_decide = self.device.type == "cuda"
+        can_decide &= "--torch_compile by default" not in self.strategy.lacks
+        saves = can_decide and one_shape and steps >= least
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
-        # a CPU, where nothing is weighed, is not worth a word
-        reason = f"{steps:,} steps on a {self.device.type.upper()} device" if measured else ""
+        # on a CPU, nothing is decided, so there is nothing to say
+        reason = f"{steps:,} steps on a {self.device.type.upper()} device" if can_decide else ""
         self.set_defaults(reason, torch_compile=saves)
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
