@@ -56,11 +56,18 @@ RUN python3 -m venv /opt/venv \
     rm -f /opt/venv/lib/python*/site-packages/bitsandbytes/lib*[0-9].so; fi \
     && rm /tmp/*.txt
 
-# Kernels that pack recurrent layers (docs/data.md), compiled for this torch: --build-arg KERNELS="causal-conv1d==1.7.0
-# flash-linear-attention==0.6.0", with a BASE_IMAGE that has nvcc of torch's CUDA version.
+# Kernels that pack recurrent layers (docs/data/chats.md), compiled for this torch: --build-arg EXTRA_PACKAGES=g++
+# --build-arg KERNELS="causal-conv1d==1.7.0 flash-linear-attention==0.6.0". The compiler comes from PyPI, all parts of one
+# version: that of torch's CUDA libraries. They lack a name that linkers look for.
 ARG KERNELS=""
 # hadolint ignore=DL3013,SC2086
-RUN if [ -n "${KERNELS}" ]; then pip install --no-cache-dir setuptools wheel ninja \
+RUN if [ -n "${KERNELS}" ]; then \
+    cuda=$(python -c 'import torch; print(torch.version.cuda)') \
+    && pip install --no-cache-dir setuptools wheel ninja \
+    "nvidia-cuda-nvcc==${cuda}.*" "nvidia-cuda-crt==${cuda}.*" "nvidia-nvvm==${cuda}.*" \
+    && CUDA_HOME=$(echo /opt/venv/lib/python3*/site-packages/nvidia/cu13) \
+    && ln -s libcudart.so.13 "${CUDA_HOME}/lib/libcudart.so" \
+    && export CUDA_HOME \
     && pip install --no-cache-dir --no-build-isolation ${KERNELS}; fi
 
 # In place of `-e .` in requirements.txt.

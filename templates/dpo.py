@@ -261,7 +261,8 @@ def main(config: Config) -> None:
     config = setup.rehearse(data.train, loss_of)  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
-        "model": f"{config.model_name_or_path}, {parameters:,} parameters",
+        "model": f"{config.model_name_or_path}, {parameters:,} parameters"
+        + ", base in 4 bits" * config.adapter.load_in_4bit,
         "reference": reference,
     }
     about |= {

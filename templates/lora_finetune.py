@@ -161,7 +161,8 @@ def main(config: Config) -> None:
     config = setup.rehearse(data.train, partial(causal_lm_loss, model))
     about = {
         "data": data.about,
-        "model": f"{config.model_name_or_path}, {parameters:,} parameters",
+        "model": f"{config.model_name_or_path}, {parameters:,} parameters"
+        + ", base in 4 bits" * config.adapter.load_in_4bit,
         "adapters": carriers,
     }
     whole = setup.accelerator.unwrap_model(model)

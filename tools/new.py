@@ -25,7 +25,7 @@ UNFIT = {
     "pretrain_pipeline": "deepspeed|_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
     "text_classification": "sequence_parallel",
 }
-GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"
+GITIGNORE = "__pycache__/\n*.pyc\n*.log\ncache/\noutputs/\nruns/\nwandb/\n.venv/\n"
 
 _TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
 # Flags of a run that takes seconds on a CPU, without network.
@@ -300,8 +300,8 @@ def main() -> None:
         f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}"
     )
     print(
-        "  git add -A && git commit -m templates && git branch templates    # so that git shows your "
-        "edits, and merges later templates"
+        "  git add -A && git commit -m templates && git branch templates    # in a first copy: git then "
+        "shows your edits, and merges later templates"
     )
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from shared.data.order import EvenSubset
 from shared.models.generation import ends_of, generate
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines
-from shared.process.printing import collapsed, excerpt, indented, print_main
+from shared.process.printing import COLUMNS, collapsed, excerpt, indented, print_main
 from shared.process.redaction import redact
 from shared.run.run import Run
 from shared.run.state import better
@@ -150,7 +151,10 @@ def log_answers(
     if not config.eval_answers:
         return {}
     if cut := sum(row["cut"] for row in rows):
-        print_main(f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}")
+        print_main(
+            f"warning: {cut} of {len(rows)} answers end at --max_new_tokens "
+            f"{config.max_new_tokens}, and are scored as they are: raise it"
+        )
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])
         for name in names
@@ -167,14 +171,16 @@ def log_answers(
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print the first lines of an answer, beside its prompt and reference."""
+    """Print an answer, beside its prompt and reference; of long ones the beginning and the end."""
     parts = {
         "prompt": row["prompt"],
         "reference": row["reference"],
         f"model at step {row['step']}": row["answer"],
     }
     for title, text in parts.items():
-        print_main(f"--- {title}", *excerpt(indented(text.strip()), 8))
+        # whole lines: what was learned may show in the middle
+        wrapped = [fill(line, COLUMNS - 2) for line in text.strip().splitlines()]
+        print_main(f"--- {title}", *excerpt(indented("\n".join(wrapped)), 8))
     print_main("---")
 
 

@@ -122,7 +122,9 @@ def main() -> None:
     source.add_argument("--test_file", help="as --validation_file")
     source.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
     parser.add_argument(
-        "command", nargs="+", help="after --: how the template is launched, without its flags"
+        "command",
+        nargs="+",
+        help="after --: how the template is launched; flags of the template override the run's",
     )
     parser.add_argument("--eval_answers", help="answer so many prompts, too, and score the answers")
     parser.add_argument(
@@ -141,6 +143,8 @@ def main() -> None:
                 "its own command finishes it"
             )
     test = Path(options.test_file or options.test_dir).resolve()
+    if not test.exists():
+        raise ConfigError(f"{test}: no such file or folder to test on")
     data = {"validation_file" if options.test_file else "validation_dir": str(test)}
     if options.eval_answers:
         data["eval_answers"] = options.eval_answers
@@ -160,3 +164,4 @@ def main() -> None:
             f"{name:>{wide}}"
             + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
         )
+    print(f"more in {options.run}/evaluations/{test.stem}")

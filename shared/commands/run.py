@@ -120,10 +120,10 @@ def launch() -> None:
         sys.exit(2)
     except Exception as error:
         killed = -getattr(error, "returncode", 0)
-        if killed > 0:
+        if killed > 0 and not explained():
             print(
                 f"killed by {signal.Signals(killed).name}; the same command "
-                "continues from the last checkpoint"
+                "continues from the last checkpoint, if there is one"
             )
             sys.exit(128 + killed)
         if not explained():

@@ -93,7 +93,8 @@ def data_parallel_size() -> int:
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"{world_size()} processes were launched, but the launch config's sizes are {product}"
+            f"{world_size()} processes were launched, but the launch config's sizes are {product}: "
+            f"`accelerate launch --num_processes {math.prod(sizes.values())}`, or other sizes"
         )
     of_models = sizes["tp_size"] > 1 or env_flag("ACCELERATE_USE_DEEPSPEED")
     if sizes["cp_size"] > 1 or (sizes["sp_size"] > 1 and of_models):

@@ -35,7 +35,7 @@ def clean_exit() -> Iterator[None]:
         yield
     except CleanExit as end:
         record_end(LAUNCHED, end)
-        if end.exit_code == 143 and not end.alone and not is_main_rank():
+        if end.exit_code == 143 and not is_main_rank():
             time.sleep(1)  # the main rank prints first: the launcher ends all ranks when one ends
         elif not is_main_rank():
             # Most errors occur on all ranks. The main rank prints them; the launcher then ends this

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,8 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
     if ranks.world_size() > 1 and isinstance(error, RuntimeError) and re.search(lost, str(error)):
         return LostRank(
             f"rank {ranks.rank()} at step {_step + 1}: another rank does not answer: it has ended, "
-            "or hangs. The same command continues from the last "
-            f"checkpoint ({first_line(error)[:200]})"
+            "or hangs. The same command continues from the last checkpoint, if there is one "
+            f"({textwrap.shorten(first_line(error), 200)})"
         )
     return None
 

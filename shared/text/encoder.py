@@ -253,7 +253,10 @@ class Encoder:
         """What the chat template is rendered with, beside the messages."""
         template = self.tokenizer.get_chat_template(tools=example.tools)
         if example.tools and "tools" not in template:
-            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
+            raise ConfigError(
+                f"{where}: has tools, but the chat template does not write them: remove the column, "
+                "or take a model whose template has tools"
+            )
         return {
             "tools": example.tools,
             "chat_template": _with_fixed_date(template),

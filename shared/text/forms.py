@@ -235,7 +235,7 @@ def require_columns(
         if column not in record:
             raise ConfigError(
                 f"{where}: {column!r} is missing, but the first record of this file has it "
-                f"({form}): use one form in a file"
+                f"({form}): use one form in a file; files may have different ones"
             )
 
 
