@@ -283,7 +283,6 @@ def test_slurm_cuts_weights_inside_nodes_and_learns_the_same(machines, slurm, fl
     hsdp = Run(tmp_path / "run", 0, "")
     manifest = hsdp.manifest(STEPS)
     assert manifest["strategy"] == "HSDP 2 x 2 on cpu, fp32" and manifest["world_size"] == 4
-    assert manifest["held"]["weights"] == pytest.approx(0.5, abs=0.01)
     assert hsdp.losses == pytest.approx(straight.losses, rel=1e-5)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
 from shared.parallel.gradients import gradient_norm, keeps_gradients, local_part
-from shared.process import faults, ranks
+from shared.process import faults
 from shared.process.errors import ConfigError
 
 
@@ -57,26 +57,6 @@ class Strategy:
     ) -> tuple[Any, list[Any]]:
         """Model and optimizers on the device, wrapped, sharded: see `sharding.prepare`."""
         return sharding.prepare(self.accelerator, model, optimizers)
-
-    def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
-        """The share of weights and optimizer state that this rank keeps between steps. Empty for a
-        pipeline, whose ranks do not know the whole.
-
-        Args:
-            model: without wrappers, and with no gathered weights.
-        """
-        if ranks.pipeline_ranks() > 1:
-            return {}
-        parameters = {
-            "weights": list(model.parameters()),
-            "optimizer state": [p for o in optimizers for g in o.param_groups for p in g["params"]],
-        }
-        return {
-            name: sum(local_part(getattr(p, "ds_tensor", p)).numel() for p in every)
-            / sum(getattr(p, "ds_numel", p.numel()) for p in every)
-            for name, every in parameters.items()
-            if every
-        }
 
     # A step ---------------------------------------------------------------------------------------
 

@@ -86,10 +86,6 @@ class DeepSpeed(Strategy):
         settings["zero_force_ds_cpu_optimizer"] = False
         return super().prepare(model, optimizers, options)
 
-    def shares(self, model: nn.Module, optimizers: list[Any]) -> dict[str, float]:
-        weights = super().shares(model, [])
-        return weights | {"optimizer state": 1 / self.accelerator.num_processes}  # from stage 1 on
-
     def backward(self, loss: torch.Tensor, scale: float) -> None:
         self.accelerator.backward(loss * scale)
 

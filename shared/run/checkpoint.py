@@ -179,7 +179,6 @@ class Checkpointer:
         scaler = self.accelerator.scaler  # fp16's
         manifest = self.facts | {
             "step": state.step,
-            "held": self.strategy.shares(self.model, self.optimizers),
             "state": dataclasses.asdict(state),
             "scaler": scaler.state_dict() if scaler is not None else None,
         }

@@ -45,7 +45,6 @@ class TrainState:
 
     step: int = 0  # optimizer steps begun; outside of a step: done
     targets: int = 0  # target tokens (or images) trained on
-    samples: int = 0  # samples trained on
     skipped: int = 0  # steps whose update was skipped
     evaluated: int = -1  # step of the latest evaluation
     # values of the evaluation before training
@@ -70,7 +69,6 @@ class TrainState:
     def advance(self, window: Window) -> None:
         """Count an optimizer step."""
         self.step += 1
-        self.samples += window.num_samples
         self.place = window.place
 
     def forget_scores(self) -> None:

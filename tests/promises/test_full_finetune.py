@@ -74,7 +74,6 @@ def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_
     spread = {"processes": processes, "config": config}
     several = run("full_finetune", tmp_path / "several", *given, **spread)
     assert several.manifest(6)["world_size"] == processes and config.upper() in several.manifest(6)["strategy"]
-    assert several.manifest(6)["held"]["optimizer state"] == pytest.approx(0.5, abs=0.01)
     assert several.losses == pytest.approx(one.losses, rel=1e-4)  # a code may round to the other side
     saved = read_tensors(several.folder / "checkpoint-000003")
     codes = [key for key, value in saved.items() if key.endswith(".codes") and value.dtype == torch.uint8]
