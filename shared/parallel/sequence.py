@@ -17,7 +17,6 @@ import torch.distributed as dist
 from shared.data.order import Batch
 from shared.data.stretches import own_part
 from shared.process import ranks
-from shared.process.errors import ConfigError
 
 
 @cache
@@ -102,21 +101,15 @@ def attend_by_heads(
         attend: as without: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
         states: query, key and value of this rank's tokens.
         mask: of whole rows.
-
-    Raises:
-        ConfigError: the ranks cannot share the heads.
     """
     query, key, value = states
     count = ranks.sequence_ranks()
-    heads = query.shape[1]
-    if heads % count:
-        raise ConfigError(f"sp_size {count} does not divide the model's {heads} attention heads")
     repeats = count // math.gcd(count, key.shape[1])  # each rank needs a head of keys
     if repeats > 1:
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
         module = SimpleNamespace(
-            num_key_value_groups=heads // key.shape[1],
+            num_key_value_groups=query.shape[1] // key.shape[1],
             is_causal=getattr(module, "is_causal", True),
         )
     states = _Exchange.apply(1, 2, query, key, value)  # heads for tokens

@@ -68,18 +68,14 @@ class DeepSpeed(Strategy):
         if (precision := self.accelerator.mixed_precision) in ("fp16", "fp8"):
             raise ConfigError(f"{precision} does not work with DeepSpeed: use bf16")
         settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        answers = {
-            "gradient_clipping": (options.max_grad_norm, "--max_grad_norm"),
-            "gradient_accumulation_steps": (1, "accumulation for DeepSpeed"),
-        }
-        for key, (value, ours) in answers.items():
-            theirs = settings.get(key, "auto")
-            if theirs not in ("auto", None) and float(theirs) != value:
-                raise ConfigError(
-                    f"{key} is {theirs} in the DeepSpeed config, but {ours} is {value}: remove it "
-                    "there"
-                )
-            settings[key] = value
+        theirs = settings.get("gradient_clipping", "auto")
+        if theirs not in ("auto", None) and float(theirs) != options.max_grad_norm:
+            raise ConfigError(
+                f"gradient_clipping is {theirs} in the DeepSpeed config, but --max_grad_norm is "
+                f"{options.max_grad_norm}: remove it there"
+            )
+        settings["gradient_clipping"] = options.max_grad_norm
+        settings["gradient_accumulation_steps"] = 1  # the template accumulates
         # counts for DeepSpeed's own throughput log alone
         settings["train_micro_batch_size_per_gpu"] = 1
         # PyTorch's AdamW runs on offloaded state, and needs no compiler
