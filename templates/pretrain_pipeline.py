@@ -97,6 +97,7 @@ from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
+from shared.models.loading import save_causal_lm
 from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
 from shared.models.tokenizers import load_tokenizer
@@ -190,15 +191,14 @@ def save_final(run: Run, model: Any, data: Data) -> None:
     """Write final/: model, tokenizer, card. The weights of all stages are in the checkpoint."""
     if not run.is_main:
         return
-    weights = read_weights(run.best_checkpoint, dtype=DTYPES[run.config.final_dtype])
+    dtype = DTYPES[run.config.final_dtype]
+    weights = read_weights(run.best_checkpoint, dtype=dtype)
+    base = run.config.model.model_name_or_path
     with whole_folder(run.dir / "final") as folder:
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(model.config)
         whole.generation_config = model.generation_config
-        whole.save_pretrained(folder, state_dict=weights)
-        whole.config.dtype = DTYPES[run.config.final_dtype]
-        whole.config.save_pretrained(folder)
-        data.tokenizer.save_pretrained(folder)
+        save_causal_lm(folder, whole, weights, data.tokenizer, dtype=dtype, base=base)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
         run.write_card(folder, "Pretrained language model", data.about, load=load)
 
