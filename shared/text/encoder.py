@@ -254,8 +254,8 @@ class Encoder:
         template = self.tokenizer.get_chat_template(tools=example.tools)
         if example.tools and "tools" not in template:
             raise ConfigError(
-                f"{where}: has tools, but the chat template does not write them: remove the column, "
-                "or take a model whose template has tools"
+                f"{where}: has tools, but the chat template does not write them: remove the "
+                "column, or take a model whose template has tools"
             )
         return {
             "tools": example.tools,
