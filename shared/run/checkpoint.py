@@ -7,8 +7,6 @@ numbers are not saved, because they depend on the step alone.
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import secrets
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -32,14 +30,13 @@ from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
 from shared.run.checkpoint_files import (
+    MANIFEST,
     CheckpointError,
     checkpoints,
-    facts_of,
     require_compatible,
     verify,
     write_manifest,
 )
-from shared.run.folder import run_id
 from shared.run.state import TrainState
 from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
 from shared.training import optim
@@ -47,9 +44,6 @@ from shared.training.low_memory import state_tensors
 
 if TYPE_CHECKING:
     from shared.run.setup import Setup
-
-
-PACKAGES = ("torch", "accelerate", "transformers")
 
 
 class Checkpointer:
@@ -87,18 +81,15 @@ class Checkpointer:
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
-            "run": on_main(partial(run_id, setup.dir)),
             "data": data,
             # of weights that are not trained, and so not saved
             "base": identity_of_frozen(settings.get("model_name_or_path") or "", self.model),
             "replicas": strategy.apart,
             "settings": redact(settings),
             "strategy": launch.strategy(accelerator),
-            "versions": [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES],
             "world_size": accelerator.num_processes,
         }
         self.latest: Path | None = None
-        self.damaged: set[Path] = set()  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
@@ -239,19 +230,13 @@ class Checkpointer:
             manifest["files"] = {name: fact for _, part in reports for name, fact in part.items()}
             try:
                 write_manifest(temporary, manifest)
-                if folder.exists() and not self._wrote(folder):
-                    aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
-                    folder.rename(aside)
-                    print_main(
-                        f"warning: {name} was not written by this run, and "
-                        f"is called {aside.name} now"
-                    )
+                if folder.exists() and not (folder / MANIFEST).exists():
+                    raise FileExistsError(f"{folder} is in the way, which is no checkpoint")
                 commit(temporary, folder)
+                self._prune(manifest["step"], manifest["state"]["best_step"])
             except OSError as error:
                 problems = [f"rank 0: {first_line(error)}"]
             else:
-                self.damaged.discard(folder)
-                self._prune(manifest["step"], manifest["state"]["best_step"])
                 if folder.name == name:  # and not in a rehearsal
                     best = manifest["state"]["best_step"] == manifest["step"]
                     print_main(f"saved {name}" + ", the best so far" * best)
@@ -271,28 +256,16 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest --save_total_limit up to `step`, and that of step `best`.
-
-        What this run has not written, as its manifest says, stays. One that was found damaged does
-        not count, and goes.
+        """Keep the newest --save_total_limit up to `step`, and that of step `best`. A folder
+        without a manifest is the user's.
         """
-        present = checkpoints(self.run_dir)
-        own = [p for p in present if int(p.name.split("-")[1]) <= step and self._wrote(p)]
-        whole = [p for p in own if p not in self.damaged]
-        newest = whole[-self.config.checkpoint.save_total_limit :]
-        kept = [*newest, self.run_dir / f"checkpoint-{best:06d}"]
-        for old in (p for p in own if p not in kept):
-            try:
+        present = [p for p in checkpoints(self.run_dir) if (p / MANIFEST).exists()]
+        own = [p for p in present if int(p.name.split("-")[1]) <= step]
+        newest = own[-self.config.checkpoint.save_total_limit :]
+        for old in own:
+            if old not in newest and old.name != f"checkpoint-{best:06d}":
                 faults.point("save.prune")
                 remove(old)
-            except OSError as error:
-                print_main(
-                    f"warning: checkpoint-{step:06d} is saved, but an older one could not be "
-                    f"removed ({first_line(error)})"
-                )
-
-    def _wrote(self, folder: Path) -> bool:
-        return facts_of(folder).get("run") == self.facts["run"]
 
     def resume(self) -> TrainState:
         """Load the newest valid checkpoint of the run; if it has none, that of another folder which
@@ -329,19 +302,14 @@ class Checkpointer:
         found = None
         for folder in reversed(own):
             try:
-                manifest = verify(folder)
-                if manifest["run"] != self.facts["run"]:
-                    raise CheckpointError(f"{folder}: another run has written it")
+                found = folder, verify(folder)
+                break
             except CheckpointError as error:
-                print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
-                self.damaged.add(folder)
-                continue
-            found = folder, manifest
-            break
+                print_main(f"warning: {error}")
         if own and found is None:
             raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
-                "it; to start anew, choose another --output_dir"
+                f"{self.run_dir}: none of its {len(own)} checkpoints is complete; to start anew, "
+                "choose another --output_dir"
             )
         named = self.config.checkpoint.resume_from_checkpoint
         if named is not None and found is None:
@@ -367,18 +335,10 @@ class Checkpointer:
                 "the checkpoint, and begin with a new optimizer state"
             )
 
-    def load_best(self, step: int) -> bool:
-        """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
-        calls this.
-        """
+    def load_best(self, step: int) -> None:
+        """Load the best checkpoint, that of `step`, at the end. Every rank calls this."""
         folder = self.run_dir / f"checkpoint-{step:06d}"
-        try:
-            manifest = on_main(partial(verify, folder))
-        except CheckpointError as error:
-            print_main(f"warning: {error}; final/ holds the last weights, not the best")
-            return False
-        self._load(folder, manifest)
-        return True
+        self._load(folder, on_main(partial(verify, folder)))
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = saved_tensors(folder)
@@ -399,31 +359,16 @@ class Checkpointer:
         if self.strategy.scatter(self.trainable, manifest["step"], fill):
             fill(_named("model.", self.buffers))
             return
-        if self.strategy.agreed and manifest["replicas"] != self.strategy.apart:
-            # as --allow_changed replicas allows
-            fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
-            self.strategy.agreed.swap()
-            self.strategy.agreed.begin()  # the replica's own are what is agreed on
-            print_main("each replica begins at the agreed weights, with a new optimizer")
-            return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         self._drop_unsaved(saved)
         tensors = self._live(manifest["step"], saved)
-        begins = not any(name.startswith("ema.") for name in saved)
-        if begins:
-            tensors = {
-                name: value for name, value in tensors.items() if not name.startswith("ema.")
-            }
         if manifest["world_size"] == self.accelerator.num_processes:
             for name in self.statistics:
                 own = f"rank{self.accelerator.process_index}.{name}"
                 if own in saved and not self.strategy.apart:
                     tensors[own] = tensors.pop(name)
         fill(tensors)
-        if self.ema and begins:
-            self.ema.begin()
-            print_main(f"the moving average begins at the weights of step {manifest['step']}")
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

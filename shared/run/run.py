@@ -276,10 +276,9 @@ class Run:
         """
         best = self.state.best_step
         metric = self.config.evaluation.metric_for_best_model
-        if best and best != self.state.step and not self.saver.load_best(best):  # it is damaged
-            self.state.best_step = self.state.step
-            self.state.results = self.state.latest
-        elif best:
+        if best:
+            if best != self.state.step:
+                self.saver.load_best(best)
             print_main(f"best by {metric}: step {best}, {self.state.results[f'eval_{metric}']:.4f}")
         if other := self.strategy.agreed or self.ema:
             other.swap()

@@ -50,7 +50,6 @@ class TrainState:
     evaluated: int = -1  # step of the latest evaluation
     # values of the evaluation before training
     before: dict[str, float] = field(default_factory=dict)
-    latest: dict[str, float] = field(default_factory=dict)  # values of the latest evaluation
     # values of the best evaluation; without a metric: the latest
     results: dict[str, float] = field(default_factory=dict)
     best_step: int = 0  # step of the best evaluation, 0: none yet
@@ -101,7 +100,6 @@ class TrainState:
         never the best.
         """
         self.evaluated = self.step
-        self.latest = values
         if self.step == 0:
             self.before = values
         score = score_of(values, metric)

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from shared.config import parse as configs
@@ -14,7 +13,6 @@ from shared.process.errors import ConfigError
 from shared.run import checkpoint_files
 from shared.run.state import TrainState
 from tests.conftest import ROOT, SmallConfig, load_template, run
-from tests.run.test_checkpoint import make as checkpointer
 
 SMALL = ("--seq_length", 32, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--logging_steps", 1)
 
@@ -72,15 +70,6 @@ def test_another_optimizer_begins_anew_in_words(trained, tmp_path, optim):
     assert "begin with a new optimizer state" in again.output
 
 
-def test_an_average_begins_at_the_resumed_weights(trained, tmp_path):
-    done, flags = trained
-    flags = (*flags, "--resume_from_checkpoint", done.folder / "checkpoint-000005", "--max_steps", 10)
-    again = run("pretrain", tmp_path / "run", *flags, "--ema_decay", 0.5, "--allow_changed", "ema_decay")
-    assert "the moving average begins at the weights of step 5" in again.output
-    assert not np.allclose(again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=1e-7)
-    assert np.allclose(again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=2e-2)
-
-
 CHANGES = {
     "lora_r": 2, "lora_alpha": 8, "lora_dropout": 0.1, "use_rslora": True, "use_dora": True,
     "learning_rate": 1e-3, "warmup_steps": 2, "lr_scheduler_type": "constant", "weight_decay": 0.3, "optim": "muon",
@@ -103,7 +92,7 @@ def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path_factory, t
     assert refused.returncode and "learns something else" in refused.output
     assert "loading" not in refused.output.split("loading PyTorch")[1] and f"--allow_changed {name}" in refused.output
     allowed = run("lora_finetune", folder, *flags, *change, "--allow_changed", name, check=False)
-    if name in ("lora_r", "use_dora"):
+    if name in ("lora_r", "use_dora", "ema_decay"):
         assert allowed.returncode and "does not fit this model" in allowed.output
     else:
         assert allowed.returncode == 0 and allowed.rows[-1]["step"] == 4
@@ -132,11 +121,3 @@ def test_what_the_user_asks_for_is_heeded(threads, expected, tmp_path):
     for command in ([sys.executable], launcher)[: 2 if threads else 1]:  # Accelerate's own choice is all of the machine's
         done = subprocess.run([*command, script], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == str(expected or len(os.sched_getaffinity(0)))
-
-
-def test_other_versions_are_said(tmp_path, capsys):
-    _, _, saver = checkpointer(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    saver.facts["versions"] = ["torch 9.9"]
-    assert saver.resume().step == 1
-    assert re.search(r"versions was \['torch 2\.[\d.]+\S*', .*now \['torch 9\.9'\]", capsys.readouterr().err)

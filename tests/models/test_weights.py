@@ -193,14 +193,3 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
     assert_equal(again[2].tensors, run[2].tensors)
     assert not torch.equal(again[2].tensors["layers.0.weight"], state(again[0])["layers.0.weight"])
     assert again[3].tolist() == run[3].tolist() == [15.0] * 3
-
-
-def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, capsys):
-    *run, saver = begin(tmp_path / "run")
-    train(*run, 0, 1)
-    saver.ema = None
-    saver.save(TrainState(step=1))
-    *_, saver = begin(tmp_path / "run")
-    assert saver.resume().step == 1
-    assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
-    assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())
