@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from shared.process.errors import CleanExit, first_line
 from shared.process.files import discard
@@ -45,8 +45,6 @@ def clean_exit() -> Iterator[None]:
             print(f"error on rank {os.environ['RANK']}: {end}", file=sys.stderr, flush=True)
         else:
             print(f"{'' if end.exit_code == 143 else 'error: '}{end}", file=sys.stderr, flush=True)
-        if os.environ.get("SHOW_TRACEBACK"):  # for developers
-            traceback.print_exc()
         sys.exit(end.exit_code)
     except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
@@ -107,9 +105,15 @@ def stop_signals_wait() -> Iterator[None]:
 
 
 def _stop_before_training(number: int, _frame: object) -> None:
-    end = CleanExit(f"stopped by {signal.Signals(number).name} before the start")
+    end_at_once(number, "before the start")
+
+
+def end_at_once(number: int, when: str, folder: Path | None = None, step: int = 0) -> NoReturn:
+    """End this process, in a signal's handler: exit.json also in `folder`, a line, code 143."""
+    end = CleanExit(f"stopped by {signal.Signals(number).name} {when}")
     end.exit_code = 143
     end.alone = True
+    record_end(folder, end, step)
     record_end(LAUNCHED, end)
     if is_main_rank():
         with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print

@@ -285,7 +285,6 @@ class Checkpointer:
         self._load(folder, manifest)
         if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
-            state.interval = []
             state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         if manifest["scaler"] and self.accelerator.scaler is not None:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.process import ranks
-from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
+from shared.process.errors import CleanExit, first_line, is_out_of_memory, shown
 from shared.process.files import discard
 from shared.process.printing import keep_notes, print_main, release_notes
-from shared.process.signals import STOP_SIGNALS, clean_exit, record_end
+from shared.process.signals import STOP_SIGNALS, clean_exit, end_at_once, record_end
 
 _folder: Path | None = None
 _step = 0
-_signal = 0  # that ends the run at once
 
 
 class Stopped(CleanExit):
@@ -40,12 +39,6 @@ class Stopped(CleanExit):
 
 class Finished(Exception):
     """Nothing is left to do: an end with exit code 0 on all ranks."""
-
-
-class _EndNow(BaseException):
-    """Raised in a signal's handler: no Exception, which a library or a `suppress` on the way could
-    take for its own.
-    """
 
 
 class NoRoom(CleanExit):
@@ -104,8 +97,6 @@ def run(main: Callable[[Any], None], config: Any) -> None:
             except BaseException as error:
                 end = _as_clean_exit(error, config)
                 record_end(_folder, end or error, _step)
-                if output_dir is None and _folder and not (_folder / "config.yaml").exists():
-                    discard(_folder)  # a new one, in which nothing has begun
                 if end is None or end is error:
                     raise
                 raise end from error
@@ -129,21 +120,10 @@ def run(main: Callable[[Any], None], config: Any) -> None:
 
 
 def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
-    if _signal:  # whatever the code on the way made of it
-        stopped = Stopped(f"stopped by {signal.Signals(_signal).name} at step {_step}")
-        stopped.alone = True
-        return stopped
     if isinstance(error, CleanExit):
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
-    # not "out of resource: shared memory", a GPU's
-    no_shm = r"shared memory\(shm\)|out of\s+shared memory"
-    if isinstance(error, RuntimeError) and re.search(no_shm, str(error)):
-        return ConfigError(
-            "/dev/shm is too small for the processes that read data: give the container more "
-            f"(docker run --shm-size 8g), or --dataloader_num_workers 0 ({first_line(error)})"
-        )
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
     # as safetensors says it
@@ -186,7 +166,4 @@ def stop_at_once() -> None:
 
 
 def _end(number: int, _frame: object) -> None:
-    global _signal
-    if not _signal:  # Ctrl-C brings two: its own, and that of the launcher's end
-        _signal = number
-        raise _EndNow
+    end_at_once(number, f"at step {_step}", _folder, _step)

@@ -188,7 +188,6 @@ class Run:
             raise
 
     def _save(self) -> None:
-        self.logger.note_interval()
         self.state.next_rate = optim.learning_rate(
             self.config.optim, self.state.step, self.total_steps
         )
@@ -230,10 +229,10 @@ class Run:
         return self.watch(loader.windows(0, steps), steps)
 
     def watch(self, parts: Iterable[T], count: int) -> Iterator[T]:
-        """Pass on the parts of an evaluation, as many on all ranks, with a progress bar. Inside of
+        """Pass on the parts of an evaluation, as many on all ranks, with a line a minute. Inside of
         `evaluating`. A signal raises Stopped on all ranks.
         """
-        for number, part in enumerate(self.logger.bar_of(parts, "evaluating", count, delay=3)):
+        for number, part in enumerate(parts):
             self.logger.print_each_minute(f"evaluating: {number} of {count} batches")
             self.guard.stop_if_asked()
             faults.point("evaluation")

@@ -60,8 +60,6 @@ class TrainState:
     # [budget in steps, patience] that ended the run
     stopped_early: list[int] = field(default_factory=list)
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
-    # what the next log line is made of so far: each rank's sums by name
-    interval: list[dict[str, float]] = field(default_factory=list)
     place: dict[str, Any] | None = None  # where the data go on
     next_rate: float | None = None  # learning rate that the next step was to have
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
