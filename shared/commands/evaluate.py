@@ -98,7 +98,6 @@ def evaluate(
         raise CleanExit(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
-    (folder / "curves.png").unlink(missing_ok=True)  # of one point
     shutil.rmtree(whole, ignore_errors=True)
     folder.rename(whole)
     rows = [

@@ -16,7 +16,7 @@ from typing import Any
 from shared.process import ranks
 from shared.process.errors import CleanExit, first_line, is_out_of_memory, shown
 from shared.process.files import discard
-from shared.process.printing import keep_notes, print_main, release_notes
+from shared.process.printing import print_main
 from shared.process.signals import STOP_SIGNALS, clean_exit, end_at_once, record_end
 
 _folder: Path | None = None
@@ -89,7 +89,6 @@ def run(main: Callable[[Any], None], config: Any) -> None:
         discard(output_dir / "exit.json")  # of an earlier run
     try:
         with clean_exit():
-            keep_notes()
             try:
                 main(config)
             except Finished as done:
@@ -100,8 +99,6 @@ def run(main: Callable[[Any], None], config: Any) -> None:
                 if end is None or end is error:
                     raise
                 raise end from error
-            finally:
-                release_notes()
         if ranks.is_main_rank():
             record_end(_folder, None, _step)
     except BaseException as error:

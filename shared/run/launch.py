@@ -115,10 +115,6 @@ def start(
             f"{accelerator.num_processes}: "
             "start with `accelerate launch --config_file accelerate_configs/...`"
         )
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise ConfigError(
-            "fp16 needs a GPU, and none is in use: launch on one, or with `--mixed_precision no`"
-        )
     if accelerator.device.type == "cuda":
         # TF32 where fp32 is asked for; but models of older versions compute angles of positions by
         # matrix products, also in mixed precision, and TF32 cannot tell the position 2049 from
@@ -136,16 +132,13 @@ def start(
     return accelerator
 
 
-def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
-    """How a global batch is made up, for the summary."""
+def batch_line(batch: BatchConfig, unit: str) -> str:
+    """How a global batch is made up, for the summary: of processes or groups that read different
+    data, their micro-batches, and how many of these make a step.
+    """
     at_once, accumulation = batch.micro_batch()
-    readers = ranks.data_parallel_size()
-    processes = f"{readers} process{'es' * (readers > 1)}"
-    if accelerator.num_processes > readers:
-        of_group = accelerator.num_processes // readers
-        processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
     return (
-        f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
+        f"{batch.global_batch_size} {unit} = {ranks.data_parallel_size()} x {at_once} at once x "
         f"{accumulation} accumulated"
     )
 

@@ -75,7 +75,7 @@ class Logger:
         )
         self.profile = None
         if config.log.profile and self.main:
-            self.profile = start_profile(setup.dir, total_steps - state.step)
+            self.profile = start_profile(setup.dir)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         self._begin_interval()
         self.mark = self.printed = self.begun = self.drawn = time.perf_counter()

@@ -309,7 +309,7 @@ class Setup:
         lines = {
             "run on": launch.strategy(self.accelerator),
             **own,
-            "batch": launch.batch_line(config.batch, self.accelerator, samples),
+            "batch": launch.batch_line(config.batch, samples),
             "budget": f"{total_steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),

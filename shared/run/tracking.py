@@ -55,26 +55,10 @@ class Tracker:
         settings = redact(configs.flatten(setup.config))
         if self.name == "wandb":
             self._start_wandb(project, redact(config.run_name or setup.dir.name), settings)
-        else:
-            self._start(project, settings)
-
-    def _start(self, project: str, settings: dict[str, Any]) -> None:
+            return
         self.accelerator.project_configuration.logging_dir = str(self.run_dir)
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
-        # TensorBoard then does not show what a killed run wrote after its checkpoint
-        purge = self.state.step + (self.state.step > 0)
-        folder = shlex.quote(str(self.run_dir))
-        if self.name == "tensorboard":
-            print_main(f"TensorBoard: tensorboard --logdir {folder}")
-        elif self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-            # else it would be in the current folder
-            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{self.run_dir}/mlflow.db"
-            print_main(f"MLflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db")
-        options = {
-            "tensorboard": {"purge_step": purge},
-            "mlflow": {"logging_dir": str(self.run_dir / "mlruns")},
-        }
-        self.accelerator.init_trackers(project, plain, options)
+        self.accelerator.init_trackers(project, plain)
 
     def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
         import wandb

@@ -45,20 +45,6 @@ def test_the_jump_of_the_learning_rate_is_said(trained):
     assert "learning rate goes" not in run("pretrain", done.folder, *flags, "--max_steps", 10, check=False).output
 
 
-def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
-    """Reported in 2022: steps after the last checkpoint were shown again."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    flags = ("--train_file", text_file, *SMALL, "--save_steps", 4, "--max_steps", 8, "--report_to", "tensorboard")
-    killed = run("pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@7"}, check=False)
-    assert killed.returncode
-    run("pretrain", tmp_path / "run", *flags)
-    (events,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*") if path.parent.name == "pretrain"}
-    seen = EventAccumulator(str(events))
-    seen.Reload()
-    assert [event.step for event in seen.Scalars("loss")] == list(range(1, 9))
-
-
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw", "sgd"])
 def test_another_optimizer_begins_anew_in_words(trained, tmp_path, optim):
     done, flags = trained

@@ -526,7 +526,7 @@ def test_two_processes_then_one_then_four(flags, tmp_path):
     with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
     last = run("pretrain", folder, *given, processes=4)
     assert last.manifest(STEPS)["world_size"] == 4
-    assert "4 processes x 1 at once x 3 accumulated" in last.summary
+    assert "4 x 1 at once x 3 accumulated" in last.summary
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.records_of_steps(folder) == audit.records_of_steps(tmp_path / "whole")
     rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
