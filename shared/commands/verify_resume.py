@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from shared.commands.run import kill
 from shared.data import audit
@@ -33,20 +32,8 @@ from shared.run.tensors import read_tensors
 
 # begin names of what is no learning
 MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu", "rollout_seconds")
-# Flags that this command sets itself, and the budgets that its --max_steps replaces.
-OURS = {
-    "output_dir",
-    "max_steps",
-    "num_train_epochs",
-    "max_tokens",
-    "save_steps",
-    "save_total_limit",
-    "logging_steps",
-    "report_to",
-    "audit_data",
-    "resume_from_checkpoint",
-    "deterministic",
-}
+# What does not go together with the flags that this command adds.
+LEFT_OUT = {"num_train_epochs", "max_tokens", "resume_from_checkpoint"}
 WHY = (
     "a step may depend only on its number, the seed and what the checkpoint holds: the model, the "
     "optimizers, run.state.notes and setup.keep"
@@ -59,30 +46,15 @@ class Differs(CleanExit):
     exit_code = 3
 
 
-def without_ours(command: Sequence[str], folder: Path) -> list[str]:
-    """The user's command without the flags in `OURS`, also without those in the YAML file of
-    --config.
-    """
+def without_others(command: Sequence[str]) -> list[str]:
+    """The user's command without the flags in `LEFT_OUT`. Others are overridden by ours."""
     kept: list[str] = []
     dropping = False
     for token in command:
-        name, _, value = token.partition("=")
         if token.startswith("--"):
-            dropping = name[2:].replace("-", "_").removeprefix("no_") in OURS
+            dropping = token[2:].partition("=")[0].replace("-", "_") in LEFT_OUT
         if not dropping:
-            kept += [name, value] if name == "--config" and value else [token]
-    for i, token in enumerate(kept[:-1]):
-        # A file that cannot be read is left to the command, which says so.
-        with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
-            if token == "--config":
-                values = yaml.safe_load(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
-                values = {
-                    key: value
-                    for key, value in values.items()
-                    if str(key).replace("-", "_") not in OURS
-                }
-                kept[i + 1] = str(folder / "config.yaml")
-                Path(kept[i + 1]).write_text(yaml.safe_dump(values), encoding="utf-8")
+            kept.append(token)
     return kept
 
 
@@ -93,7 +65,6 @@ def train(
     steps: int,
     kill_after: int | None = None,
     deterministic: bool = True,
-    show_progress: bool = False,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
     and saved a checkpoint.
@@ -107,15 +78,11 @@ def train(
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
-    with log.open("a") as output, log.open(errors="replace") as lines:
-        lines.seek(0, os.SEEK_END)
+    with log.open("a") as output:
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env
         )
         while process.poll() is None:
-            for line in lines:  # its progress
-                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
-                    print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
             if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
@@ -217,7 +184,7 @@ def verify(
     straight = folder / "straight"
     killed = folder / "killed"
     half = max(1, steps * 7 // 12)
-    command = without_ours(command, folder)
+    command = without_others(command)
     for text, run_dir, kill_after in (
         (f"training {steps} steps", straight, None),
         (f"training again, to be killed after step {half}", killed, half),
@@ -225,14 +192,7 @@ def verify(
     ):
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
-        train(
-            command,
-            run_dir,
-            steps=steps,
-            kill_after=kill_after,
-            deterministic=deterministic,
-            show_progress=verbose,
-        )
+        train(command, run_dir, steps=steps, kill_after=kill_after, deterministic=deterministic)
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs(
             "the run did not resume: it started from scratch, so equal results prove nothing"

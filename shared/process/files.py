@@ -1,7 +1,6 @@
 """Files and folders that are whole or do not exist."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -13,16 +12,6 @@ from typing import Any
 import xxhash
 
 from shared.process import faults
-
-# The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
-_FILES_ONLY = {
-    errno.EINVAL,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EPERM,
-    errno.EACCES,
-}
 
 
 def fsync(path: Path) -> None:
@@ -37,8 +26,8 @@ def fsync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _FILES_ONLY or not path.is_dir():
+    except OSError:
+        if path.is_file():  # some file systems sync no folders
             raise
 
 
@@ -78,13 +67,11 @@ def commit(temporary: Path, folder: Path) -> None:
     """Give a folder that is completely written its name, so that it is there whole or not at all.
     Call on one rank.
     """
-    # the only way to read it; files made meanwhile are not open to all
-    os.umask(umask := os.umask(0o077))
     for path in temporary.rglob("*"):
         if path.is_file():
             # where a mount decides on owners and permissions, nobody may change them
             with contextlib.suppress(OSError):
-                path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
+                path.chmod(0o644)  # safetensors writes for the owner alone
         fsync(path)
     fsync(temporary)
     faults.point("save.rename")

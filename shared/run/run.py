@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from shared import __version__
 from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.order import Batch, seed_all
@@ -29,7 +30,6 @@ from shared.models.weights import average_buffers, evaluation_weights, persisten
 from shared.parallel import sharding
 from shared.process import faults
 from shared.process.printing import print_main
-from shared.process.version import version
 from shared.run import exits, launch
 from shared.run.checkpoint import Checkpointer
 from shared.run.guard import Guard
@@ -308,7 +308,7 @@ class Run:
             data,
             results,
             configs.flatten(self.config),
-            made_by=f"version {version()}, {launch.strategy(self.accelerator)}",
+            made_by=f"version {__version__}, {launch.strategy(self.accelerator)}",
             load=load,
             **front,
         )

@@ -276,7 +276,7 @@ class Setup:
                 f"{state.next_rate:.3g} to {rate:.3g} here (docs/after_training.md, Train longer)"
             )
         metric = config.evaluation.metric_for_best_model
-        state.begin_scoring(metric, fingerprint, configs.measured_by(config))
+        state.begin_scoring(metric, fingerprint)
         if state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             state.stopped_early = []
         is_over = state.step >= total_steps or bool(state.stopped_early)

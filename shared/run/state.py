@@ -55,7 +55,7 @@ class TrainState:
     best_step: int = 0  # step of the best evaluation, 0: none yet
     # see score_of
     best_score: list[float] = field(default_factory=list)
-    # metric, data, settings: other scores cannot be compared
+    # metric and data: other scores cannot be compared
     scored_by: list[str] = field(default_factory=list)
     # [budget in steps, patience] that ended the run
     stopped_early: list[int] = field(default_factory=list)
@@ -76,22 +76,15 @@ class TrainState:
         self.best_score = []
         self.results = {}
 
-    def begin_scoring(self, *by: str) -> None:
-        """Forget scores of another metric, other data or settings; the present step is then to be
-        evaluated again.
-
-        Args:
-            by: metric, data, and `configs.measured_by`.
+    def begin_scoring(self, metric: str, data: str) -> None:
+        """Forget scores of another metric or other data; the present step is then to be evaluated
+        again.
         """
-        if self.scored_by and self.scored_by != [*by]:
-            if self.best_step:
-                print_main(
-                    f"the best score, of step {self.best_step}, came from another metric, other "
-                    "data or settings, and no longer counts"
-                )
+        if self.scored_by and self.scored_by != [metric, data]:
+            print_main("the best score so far is of another metric or other data: it is forgotten")
             self.forget_scores()
             self.evaluated = min(self.evaluated, self.step - 1)
-        self.scored_by = [*by]
+        self.scored_by = [metric, data]
 
     def score(self, values: dict[str, float], metric: str) -> None:
         """Note an evaluation's `eval_*` values, and whether it is the best. One before training is

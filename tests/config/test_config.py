@@ -548,10 +548,8 @@ def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code,
         raise ZeroDivisionError
 
 
-def test_what_an_error_quotes_cannot_break_its_line_or_fill_the_console():
+def test_what_an_error_quotes_cannot_break_its_line():
     assert str(ConfigError("a\n\x1b[2J\u2028\ud800 é🙂")) == r"a\n\x1b[2J\u2028\ud800 é🙂"
-    long = str(ConfigError("file.jsonl:3: " + "x" * 10**6 + "; name it with --text_column"))
-    assert len(long) < 2100 and long.startswith("file.jsonl:3: ") and long.endswith("; name it with --text_column")
 
 
 def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(capsys, monkeypatch):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared import __version__
 from shared.process.errors import ConfigError
-from shared.process.version import version
 from tests.conftest import LAUNCHER, ROOT, Run, launch_environment, run, run_here, slow
 from tests.plain_loop import padded_chats
 
@@ -184,7 +184,7 @@ def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_f
             scope: dict = {}
             exec((tmp_path / name / "README.md").read_text().split("```python")[1].split("```")[0], scope)
             assert f'from_pretrained("{name}")' in (tmp_path / name / "README.md").read_text() and len(scope["answer"])
-    assert f"\nMade by version {version()}, 1 process on cpu, fp32\n" in card
+    assert f"\nMade by version {__version__}, 1 process on cpu, fp32\n" in card
     assert merged.generation_config.eos_token_id == merged.config.eos_token_id  # which ends the turns here, too
 
 
