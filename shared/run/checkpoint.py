@@ -286,7 +286,6 @@ class Checkpointer:
         if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
             state.forget_scores()
-            on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         if manifest["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
         exits.at_step(state.step)

@@ -3,7 +3,6 @@ run's folder.
 """
 
 import atexit
-import errno
 import os
 import re
 import shlex
@@ -121,15 +120,9 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
-    number = getattr(error, "errno", None)
-    no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
-    # as safetensors says it
-    if number in no_room or any(f"os error {n})" in str(error) for n in no_room):
-        where = getattr(error, "filename", None) or _folder
-        return NoRoom(
-            f"{where}: cannot be written ({first_line(error)}); checkpoints "
-            "that were saved are good"
-        )
+    # as the system and as safetensors say it
+    if re.search(r"No space left|Disk quota|File too large", str(error)):
+        return NoRoom(f"{first_line(error)}; checkpoints that were saved are good")
     # gloo and NCCL raise plain RuntimeErrors
     lost = (
         r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STEPS = "finite steps"  # the sum that counts them, beside those that steps log
+STEPS = "steps"  # the sum that counts them, beside those that steps log
 
 
 class Logger:
@@ -85,7 +85,7 @@ class Logger:
         # not all others have fp64
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         zero = partial(torch.zeros, (), dtype=dtype, device=device)
-        # of this rank: what steps log, each step's per target; only of finite steps
+        # of this rank: what steps log, each step's per target
         self.sums: dict[str, torch.Tensor] = defaultdict(zero, {STEPS: zero()})
         # what not all steps log, the same on all ranks
         self.means: dict[str, list[float]] = defaultdict(list)
@@ -119,12 +119,11 @@ class Logger:
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, step.window)
-        assert step.finite is not None
-        self.sums[STEPS] += step.finite
+        self.sums[STEPS] += 1
         scale = step.scale
         for name, values in step.sums.items():
             for value in values:
-                self.sums[name].add_(torch.where(step.finite, value, 0), alpha=scale)
+                self.sums[name].add_(value, alpha=scale)
         for name, mean in step.means.items():
             self.means[name].append(mean)
         self.targets += step.num_targets
@@ -146,8 +145,8 @@ class Logger:
         # one copy to the host
         *sums, processed, grad_norm = torch.stack([*over_ranks, step.grad_norm]).tolist()
         means = dict(zip(self.sums, sums, strict=True))
-        steps = means.pop(STEPS)  # of all replicas: if they train apart, each skips its own
-        means = {name: value / steps if steps else math.nan for name, value in means.items()}
+        steps = means.pop(STEPS)
+        means = {name: value / steps for name, value in means.items()}
         means |= {name: statistics.fmean(values) for name, values in self.means.items()}
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark

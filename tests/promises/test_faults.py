@@ -437,9 +437,6 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     assert two.returncode == 0, two.output
     assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
     assert "warning: step 4: loss or gradient is not finite" in two.output
-    samples = audit.records_of_steps(tmp_path / "two")[4][2]
-    named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
-    assert set(map(int, named.split(", "))) <= set(samples)
     assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
     assert two.last("skipped_steps") == 1
     assert json.loads((tmp_path / "two/checkpoint-000004/MANIFEST.json").read_text())["state"]["skipped"] == 1

@@ -49,7 +49,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
+def test_a_skipped_step_counts_by_its_positions_and_leaves_its_line_without_a_loss(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
@@ -59,10 +59,10 @@ def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
         clock[0] += 2
         logger.step(a_step(one, state, loss, finite), due=state.step == 3)
     clock[0] += 2
-    logger.step(a_step(one, state, math.inf, False), due=True)
+    logger.step(a_step(one, state, 6.0), due=True)
     first, second = rows_of(tmp_path)
-    assert first["loss"] == (4 + 8) / 2 / 2 and first["processed_tokens_per_second"] == 3 * 3 / 6
-    assert second["loss"] is None  # nothing was learned
+    assert first["loss"] is None and first["processed_tokens_per_second"] == 3 * 3 / 6
+    assert second["loss"] == 6 / 2
 
 
 def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
