@@ -272,8 +272,7 @@ def save_final(
         own_code = ", trust_remote_code=True" * isinstance(whole, PooledHead)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         run.write_card(folder, "Image classifier", data.about, load=load, pipeline_tag=task)
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
+    evaluation.write(run.dir, data.validation)
 
 
 def main(config: Config) -> None:

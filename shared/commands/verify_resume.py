@@ -12,7 +12,6 @@ does.
 import argparse
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -89,18 +88,9 @@ def train(
                 return
             time.sleep(0.02)
     if process.returncode or kill_after is not None:
-        text = log.read_text(errors="replace")
-        what = (
-            f"failed with exit code {process.returncode}"
-            if process.returncode
-            else "ended before it could be killed"
-        )
-        cause = re.search(r"^error: (.*)", text.replace("\r", "\n"), re.M)
-        if cause is None:  # probably a traceback
-            print(text[-4000:], file=sys.stderr)
-        raise ConfigError(
-            f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above")
-        )
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        what = "failed" if process.returncode else "ended before it could be killed"
+        raise ConfigError(f"the command {what}; its output ends as above")
 
 
 def logged(run_dir: Path) -> int:
@@ -154,15 +144,8 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
-        mine = one.get(step)
-        theirs = other.get(step)
-        if mine == theirs:
-            continue
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
-            mine = f"{name} {mine.get(name)}"
-            theirs = theirs.get(name)
-        return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
+        if one.get(step) != other.get(step):
+            return f"first at step {step}: {one.get(step)}, resumed {other.get(step)}"
     return "" if one else "nothing was recorded"
 
 

@@ -5,7 +5,6 @@ import os
 import secrets
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.config import parse as configs
@@ -121,19 +120,6 @@ class Tracker:
         step = None if self.name == "wandb" else self.state.step
         with self._or_without():
             self.accelerator.log({**values, "step": self.state.step}, step=step)
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Show a table in W&B; other trackers have none."""
-        if rows and self.name == "wandb":
-            with self._or_without():
-                tracker = self.accelerator.get_tracker(self.name)
-                tracker.log_table(name, columns=columns, data=redact(rows))
-
-    def log_picture(self, name: str, file: Path) -> None:
-        """Show a picture, a PNG file, in W&B."""
-        if self.name == "wandb":
-            with self._or_without():
-                self.accelerator.get_tracker(self.name).log_images({name: [str(file)]})
 
     def close(self) -> None:
         """End the tracker's run, and the process group. Every rank calls this."""
