@@ -167,13 +167,10 @@ def strategy(accelerator: Accelerator) -> str:
     if ranks.sequence_ranks() > 1:
         spread += f" with SP {ranks.sequence_ranks()}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    if torch.get_float32_matmul_precision() != "highest":
-        precision += " (TF32 in matrix products)"
-    repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     device = accelerator.device.type
     if device == "cuda":
         device += f": {torch.cuda.get_device_name()}"
-    return f"{spread} on {device}, {precision}{repeats}"
+    return f"{spread} on {device}, {precision}"
 
 
 def _refuse_second_answers() -> None:

@@ -68,7 +68,7 @@ class Logger:
         self.file = setup.dir / "metrics.jsonl"
         if self.main:
             # not what a killed run logged after the checkpoint that is resumed
-            keep_json_lines(self.file, partial(_is_of, state))
+            keep_json_lines(self.file, lambda row: bool(state.step and row["step"] <= state.step))
         self.tracker = Tracker(setup, state)
         self.recorder = (
             audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
@@ -232,13 +232,6 @@ class Logger:
         if self.main and (now or time.perf_counter() - self.drawn > 60):
             draw_curves(self.file, self.best_metric)
             self.drawn = time.perf_counter()
-
-
-def _is_of(state: TrainState, row: dict[str, Any]) -> bool:
-    """Whether a run in this state has logged the row."""
-    evaluation = any(key.startswith("eval_") for key in row)
-    last = state.evaluated if evaluation else state.step
-    return bool(row["step"] <= last)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -54,7 +54,7 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
     launch = {"processes": processes, "config": config, "precision": precision}
     straight = on_cuda(template, tmp_path / "straight", *flags, "--deterministic", **launch)
     kind = {1: "1 process", 2: "PP 2 x DDP 1"}[processes]
-    strategy = f"{kind} on cuda: NVIDIA H100 80GB HBM3, bf16, deterministic"
+    strategy = f"{kind} on cuda: NVIDIA H100 80GB HBM3, bf16"
     assert strategy in straight.summary and straight.manifest(6)["strategy"] == strategy
     assert straight.manifest(6)["world_size"] == processes
     assert straight.manifest(6)["settings"]["torch_compile"] is False  # so few steps
