@@ -267,19 +267,17 @@ class Checkpointer:
                 faults.point("save.prune")
                 remove(old)
 
-    def resume(self) -> TrainState:
-        """Load the newest valid checkpoint of the run; if it has none, that of another folder which
-        --resume_from_checkpoint names, or none. Every rank calls this.
+    def resume(self, found: tuple[Path, dict[str, Any]] | None) -> TrainState:
+        """Load a checkpoint, as `checkpoint_files.find` has found it, or begin. Every rank calls
+        this.
 
         Raises:
-            CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned.
-            NotNow: the file system gives an error.
         """
-        found = on_main(self._find)
         if found is None:
             return TrainState()
         folder, manifest = found
+        require_compatible(folder, manifest, self.facts, self.config)
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
         self._load(folder, manifest)
@@ -293,28 +291,6 @@ class Checkpointer:
         self.latest = folder
         print_main(f"resumed from {folder} at step {state.step}")
         return state
-
-    def _find(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
-        own = checkpoints(self.run_dir)
-        found = None
-        for folder in reversed(own):
-            try:
-                found = folder, verify(folder)
-                break
-            except CheckpointError as error:
-                print_main(f"warning: {error}")
-        if own and found is None:
-            raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is complete; to start anew, "
-                "choose another --output_dir"
-            )
-        named = self.config.checkpoint.resume_from_checkpoint
-        if named is not None and found is None:
-            found = named.resolve(), verify(named.resolve())
-        if found is not None:
-            require_compatible(*found, self.facts, self.config)
-        return found
 
     def _drop_unsaved(self, saved: Container[str]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or

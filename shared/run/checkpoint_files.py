@@ -1,6 +1,5 @@
 """Checkpoint folders: found, verified, compared with the run that reads them."""
 
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from shared.config import parse as configs
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, NotNow
 from shared.process.files import digest
-from shared.process.printing import note
+from shared.process.printing import note, print_main
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 6
@@ -32,17 +31,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, without any check; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        if isinstance(facts := json.loads((folder / MANIFEST).read_text(encoding="utf-8")), dict):
-            return facts
-    return {}
-
-
-def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]]:
-    """(the checkpoint that a run continues from, its settings); no settings where the run begins,
-    or where no manifest can be read.
+def find(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint of a run and its manifest; None where the run begins. Call on
+    one rank.
 
     Args:
         named: a checkpoint to begin from, where the run has none itself.
@@ -50,16 +41,26 @@ def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]
     Raises:
         ConfigError: it is the run's own, so the same command would take the run back to it again
             and again.
+        CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
+        NotNow: the file system gives an error.
     """
     if named and named.resolve().parent == run_dir:
         raise ConfigError(
             f"--resume_from_checkpoint {named} is this run's own: to go back to it, delete the "
             "later ones and drop the flag, or choose another --output_dir"
         )
-    for folder in [*reversed(checkpoints(run_dir)), *([named] if named else [])]:
-        if isinstance(settings := facts_of(folder).get("settings"), dict):
-            return folder, settings
-    return run_dir, {}
+    own = checkpoints(run_dir)
+    for folder in reversed(own):
+        try:
+            return folder, verify(folder)
+        except CheckpointError as error:
+            print_main(f"warning: {error}")
+    if own:
+        raise CheckpointError(
+            f"{run_dir}: none of its {len(own)} checkpoints is complete; to start anew, choose "
+            "another --output_dir"
+        )
+    return (named.resolve(), verify(named.resolve())) if named else None
 
 
 def verify(folder: Path) -> dict[str, Any]:

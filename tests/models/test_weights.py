@@ -8,11 +8,10 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
-from shared.run.checkpoint import Checkpointer
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
-from tests.run.test_checkpoint import setup_of
+from tests.run.test_checkpoint import Saver, setup_of
 
 
 class Subject(nn.Module):
@@ -166,7 +165,7 @@ def begin(folder):
     ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
     folder.mkdir(exist_ok=True)
     more = {"ema": ema, "kept": {"outer.momentum": momentum}}
-    saver = Checkpointer(setup_of(accelerator, model, optimizers, folder, SmallConfig(), **more), "abc")
+    saver = Saver(setup_of(accelerator, model, optimizers, folder, SmallConfig(), **more), "abc")
     return model, optimizers, ema, momentum, saver
 
 

@@ -21,11 +21,16 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
 from shared.run import checkpoint_files
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import CheckpointError, checkpoints, settings_of
+from shared.run.checkpoint_files import CheckpointError, checkpoints, find
 from shared.run.folder import _lock
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
+
+
+class Saver(Checkpointer):
+    def resume(self):
+        return super().resume(find(self.run_dir, self.config.checkpoint.resume_from_checkpoint))
 
 
 def make(folder, *, optim_name="adamw", data="abc", **settings):
@@ -39,7 +44,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     config = configs.replace(SmallConfig(), **settings)
-    return model, optimizers, Checkpointer(setup_of(accelerator, model, optimizers, folder, config), data)
+    return model, optimizers, Saver(setup_of(accelerator, model, optimizers, folder, config), data)
 
 
 def setup_of(accelerator, model, optimizers, folder, config, **more):
@@ -82,7 +87,7 @@ def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tm
     saver.save(TrainState(step=2, targets=2))
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
     with pytest.raises(ConfigError, match="is this run's own: to go back to it, delete the later ones"):
-        settings_of(tmp_path / "run", first)
+        find(tmp_path / "run", first)
     shutil.rmtree(saver.run_dir / "checkpoint-000002")
     assert saver.resume().targets == 1
 
@@ -153,7 +158,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
-    other = Checkpointer(setup_of(accelerator, model, optimizers, tmp_path / "run", SmallConfig()), "abc")
+    other = Saver(setup_of(accelerator, model, optimizers, tmp_path / "run", SmallConfig()), "abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
 
