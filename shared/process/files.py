@@ -116,9 +116,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
 
 
 def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

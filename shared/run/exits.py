@@ -59,17 +59,12 @@ class OutOfMemory(CleanExit):
 
     def __init__(self, error: BaseException, config: Any) -> None:
         rows = config.batch.micro_batch()[0]
-        advice = [f"--per_device_train_batch_size {rows // 2}, which learns the same"] * (rows > 1)
-        advice += [
-            "--gradient_checkpointing full, a third slower",
-            "accelerate_configs/fsdp2.yaml on several GPUs",
-            "--optim adamw_8bit",
-            "shorter rows, smaller images or a smaller model",
-        ]
+        fewer = f"--per_device_train_batch_size {rows // 2}, which learns the same; then "
         super().__init__(
             f"out of memory: {first_line(error)}",
-            f"  next: {advice[0]}",
-            f"  then: {'; '.join(advice[1:])}",
+            f"  next: {fewer * (rows > 1)}--gradient_checkpointing full, a third slower",
+            "  then: accelerate_configs/fsdp2.yaml on several GPUs; --optim adamw_8bit; "
+            "shorter rows, smaller images or a smaller model",
         )
 
 
