@@ -264,8 +264,9 @@ class Checkpointer:
         newest = own[-self.config.checkpoint.save_total_limit :]
         for old in own:
             if old not in newest and old.name != f"checkpoint-{best:06d}":
-                faults.point("save.prune")
-                remove(old)
+                with contextlib.suppress(OSError):  # it is tried again after the next save
+                    faults.point("save.prune")
+                    remove(old)
 
     def resume(self, found: tuple[Path, dict[str, Any]] | None) -> TrainState:
         """Load a checkpoint, as `checkpoint_files.find` has found it, or begin. Every rank calls

@@ -12,7 +12,7 @@ from shared.process.files import digest
 from shared.process.printing import note, print_main
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 6
+FORMAT = 7
 FIXED = {"global_batch_size", "mix_weights"}  # settings that no --allow_changed allows
 NAME = re.compile(r"checkpoint-(\d{6,})")
 

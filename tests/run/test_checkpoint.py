@@ -215,7 +215,7 @@ def test_one_of_another_format_is_refused(tmp_path):
     manifest = json.loads(path.read_text())
     manifest["format"] = 2
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="format 2, but this version reads only 6"):
+    with pytest.raises(CheckpointError, match="format 2, but this version reads only 7"):
         make(tmp_path / "new", resume_from_checkpoint=path.parent)[2].resume()
 
 
