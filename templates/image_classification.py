@@ -272,7 +272,8 @@ def save_final(
         own_code = ", trust_remote_code=True" * isinstance(whole, PooledHead)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         run.write_card(folder, "Image classifier", data.about, load=load, pipeline_tag=task)
-    evaluation.write(run.dir, data.validation)
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
 
 
 def main(config: Config) -> None:

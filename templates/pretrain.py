@@ -190,6 +190,9 @@ def evaluate(run: Run, model: nn.Module, data: Data) -> None:
             data.tokenizer.eos_token_id
         ]
         (answer,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
+        run.logger.tracker.log_table(
+            "samples", ["step", "text"], [[str(run.state.step), text + answer]]
+        )
         print_main("  " + repr(text + answer))
 
 

@@ -81,7 +81,7 @@ from torch.nn import functional as F
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch
-from shared.evaluation.evaluation import Evaluation, of_batch
+from shared.evaluation.evaluation import SHOWN, Evaluation, of_batch
 from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
 from shared.evaluation.loaders import labelled_loaders
 from shared.models import adapters
@@ -221,7 +221,14 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         task = "text-classification"
         load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
         run.write_card(folder, "Text classifier", data.about, load=load, pipeline_tag=task)
-    evaluation.write(run.dir, data.validation)
+    for picture in evaluation.write(run.dir, data.validation):
+        run.logger.tracker.log_picture(picture.stem, picture)
+    mistakes = evaluation.mistakes(data.validation, SHOWN)
+    run.logger.tracker.log_table(
+        "mistakes",
+        [*mistakes[0]] if mistakes else [],
+        [[*map(str, row.values())] for row in mistakes],
+    )
 
 
 def main(config: Config) -> None:

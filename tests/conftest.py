@@ -237,8 +237,8 @@ class Run:
 
     @property
     def summary(self) -> str:
-        """All of it, of which the console shows less, and the notes."""
-        return (self.folder / "summary.txt").read_text() + self.output
+        """All of it: the console shows less."""
+        return (self.folder / "summary.txt").read_text()
 
     @property
     def rows(self) -> list[dict]:

@@ -136,7 +136,7 @@ def test_the_default_job_where_nothing_else_may_be_written(image):
 
 
 def test_selftest(image):
-    code, output = image.run("python", "-m", "shared", "selftest")
+    code, output = image.run("selftest")
     assert code == 0 and "user 1000:1000" in output and output.count("resumes bit for bit") == 7, output
 
 

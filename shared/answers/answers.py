@@ -138,13 +138,19 @@ def log_answers(
         show(row)
     keep_rows(run, FILE, rows)
     picture = run.dir / "answers.png"
-    if images is not None and run.is_main:
-        images.draw(picture, rows)
+    if images is not None and run.is_main and images.draw(picture, rows):
+        run.logger.tracker.log_picture("answers", picture)
+    names = dict.fromkeys(name for row in rows for name in row["scores"])
+    columns = ["prompt", "reference", "answer"]
+    table = [
+        [str(run.state.step), *(row[name] for name in columns), *map(row["scores"].get, names)]
+        for row in rows
+    ]
+    run.logger.tracker.log_table("answers", ["step", *columns, *names], table)
     if not config.eval_answers:
         return {}
     if cut := sum(row["cut"] for row in rows):
         print_main(f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}")
-    names = dict.fromkeys(name for row in rows for name in row["scores"])
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])
         for name in names

@@ -12,6 +12,7 @@ does.
 import argparse
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def train(
     steps: int,
     kill_after: int | None = None,
     deterministic: bool = True,
+    show_progress: bool = False,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
     and saved a checkpoint.
@@ -77,20 +79,33 @@ def train(
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
-    with log.open("a") as output:
+    with log.open("a") as output, log.open(errors="replace") as lines:
+        lines.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env
         )
         while process.poll() is None:
+            for line in lines:  # its progress
+                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
+                    print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
             if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
                 return
             time.sleep(0.02)
     if process.returncode or kill_after is not None:
-        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
-        what = "failed" if process.returncode else "ended before it could be killed"
-        raise ConfigError(f"the command {what}; its output ends as above")
+        text = log.read_text(errors="replace")
+        what = (
+            f"failed with exit code {process.returncode}"
+            if process.returncode
+            else "ended before it could be killed"
+        )
+        cause = re.search(r"^error: (.*)", text.replace("\r", "\n"), re.M)
+        if cause is None:  # probably a traceback
+            print(text[-4000:], file=sys.stderr)
+        raise ConfigError(
+            f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above")
+        )
 
 
 def logged(run_dir: Path) -> int:
@@ -144,8 +159,15 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
-        if one.get(step) != other.get(step):
-            return f"first at step {step}: {one.get(step)}, resumed {other.get(step)}"
+        mine = one.get(step)
+        theirs = other.get(step)
+        if mine == theirs:
+            continue
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+            mine = f"{name} {mine.get(name)}"
+            theirs = theirs.get(name)
+        return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
     return "" if one else "nothing was recorded"
 
 
@@ -175,7 +197,14 @@ def verify(
     ):
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
-        train(command, run_dir, steps=steps, kill_after=kill_after, deterministic=deterministic)
+        train(
+            command,
+            run_dir,
+            steps=steps,
+            kill_after=kill_after,
+            deterministic=deterministic,
+            show_progress=verbose,
+        )
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs(
             "the run did not resume: it started from scratch, so equal results prove nothing"

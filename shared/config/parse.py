@@ -9,8 +9,10 @@ the type does not allow; tyro prints --help.
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ import yaml
 
 from shared.config.types import FREE, Rule
 from shared.process import start
-from shared.process.errors import ConfigError
+from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main, quieten_imports
 from shared.process.ranks import is_main_rank
 from shared.process.redaction import redact
@@ -47,6 +49,7 @@ MOST_USED = (
     "gradient_checkpointing",
 )
 
+MODELS = {"model_name_or_path", "config_name", "model_preset"}
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
 
 
@@ -91,7 +94,7 @@ class Flag:
         return value
 
     def _converted(self, text: str) -> Any:
-        """For an integer, 1e3 is 1000."""
+        """For an integer, 1e3 is 1000. In a path, ~ is the home folder."""
         on = yaml.SafeLoader.bool_values.get(text.lower())  # of true, yes, on, false, no, off
         if self.is_switch and on is not None:
             return on if bool in self.parts else "on" if on else "off"
@@ -109,6 +112,9 @@ class Flag:
                     return number
             kind = "number" if float in self.parts else "whole number"
             raise ConfigError(f"--{self.name} is a {kind}, not {text!r}")
+        # shells do not expand ~ in YAML and after =
+        if re.search(r"(dir|file|path|checkpoint|name)$", self.name):
+            text = os.path.expanduser(text)
         return Path(text) if Path in self.parts else text
 
 
@@ -143,6 +149,21 @@ def flatten(config: Any) -> dict[str, Any]:
 def free_fields(config_class: type) -> frozenset[str]:
     """The fields that do not change what the model learns."""
     return frozenset(name for name, flag in flags(config_class).items() if FREE in flag.parts)
+
+
+def measured_by(config: Any) -> str:
+    """A digest of the settings of template, model and data, not its files: what an evaluation
+    measures depends on them.
+    """
+    groups = {"", "model", "adapter", "data", "recipe"}
+    free = free_fields(type(config)) - {"eval_samples", "eval_answers", "max_new_tokens"}
+    known = flags(type(config))
+    values = [
+        (name, value)
+        for name, value in flatten(config).items()
+        if known[name].group in groups and name not in free | MODELS  # base is checked
+    ]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def save(config: Any, path: Path) -> None:
@@ -226,7 +247,7 @@ def parse(
     typed = _read_command_line(tokens, known)
     in_file: dict[str, tuple[list[str], str]] = {}
     if paths := typed.pop("config", None):
-        in_file = _read_yaml(Path(paths[-1]), known, only_known)
+        in_file = _read_yaml(Path(paths[-1]).expanduser(), known, only_known)
     # another budget of the command line replaces that of the file, too
     replaced = BUDGETS if BUDGETS & typed.keys() else set()
     kept = {key: texts for key, (texts, _) in in_file.items() if key not in replaced}
@@ -285,9 +306,13 @@ def _read_yaml(
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())  # with the line
-        raise ConfigError(f"--config {path}: cannot be read ({why})") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{path}{line}: not valid YAML ({problem})") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected 'key: value' lines")
     values: dict[str, tuple[list[str], str]] = {}

@@ -15,7 +15,7 @@ from shared.data.order import IGNORED
 from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.process import ranks
 
-SHOWN = 32  # mistakes in the picture, at most
+SHOWN = 32  # mistakes in the picture, and in the tracker's table, at most
 LISTED = 1000  # mistakes in evaluation.json, at most
 
 

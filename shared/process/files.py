@@ -67,11 +67,13 @@ def commit(temporary: Path, folder: Path) -> None:
     """Give a folder that is completely written its name, so that it is there whole or not at all.
     Call on one rank.
     """
+    # the only way to read it; files made meanwhile are not open to all
+    os.umask(umask := os.umask(0o077))
     for path in temporary.rglob("*"):
         if path.is_file():
             # where a mount decides on owners and permissions, nobody may change them
             with contextlib.suppress(OSError):
-                path.chmod(0o644)  # safetensors writes for the owner alone
+                path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
         fsync(path)
     fsync(temporary)
     faults.point("save.rename")

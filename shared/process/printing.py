@@ -69,21 +69,42 @@ def print_main(*lines: str) -> None:
 
 
 COLUMNS = 100
+# notes, while a run is set up
+_kept: list[tuple[str, ...]] | None = None
+
+
+def keep_notes() -> None:
+    """From here on `note` keeps its lines until `release_notes`: they follow the summary."""
+    global _kept
+    _kept = []
 
 
 def note(*lines: str) -> None:
-    """Print a fact about a run on the main rank.
+    """Print a fact about a run on the main rank: after its summary, if that is still to come.
 
     Args:
         lines: the fact, and what it is about, of which an `excerpt` is printed.
     """
-    print_main(*lines[:1], *excerpt(lines[1:]))
+    if _kept is None:
+        print_main(*lines[:1], *excerpt(lines[1:]))
+    else:
+        _kept.append(lines)
+
+
+def release_notes() -> None:
+    """Print the notes that were kept, and each further one at once."""
+    global _kept
+    notes = _kept
+    _kept = None
+    for lines in notes or ():
+        note(*lines)
 
 
 def summary(
     title: str, rows: dict[str, Any], *, details: Collection[str] = (), file: Path | None = None
 ) -> None:
-    """Print the settings in force on the main rank, aligned, each in two lines at most.
+    """Print the settings in force on the main rank, aligned, each in two lines at most; then
+    the notes.
 
     Args:
         rows: those that are None are left out.
@@ -93,7 +114,8 @@ def summary(
     width = max(map(len, rows.keys() - details))
     lines = {name: f"  {name:<{width}}  {row}" for name, row in rows.items() if row is not None}
     if file is not None and ranks.is_main_rank():
-        file.write_text("".join(f"{shown(redact(line))}\n" for line in lines.values()), "utf-8")
+        everything = [title, *lines.values(), *(line for lines in _kept or () for line in lines)]
+        file.write_text("".join(f"{shown(redact(line))}\n" for line in everything), "utf-8")
     indent = " " * (width + 4)
     wrapper = textwrap.TextWrapper(
         COLUMNS, subsequent_indent=indent, max_lines=2, placeholder=" ..."
@@ -103,3 +125,4 @@ def summary(
     for name, line in lines.items():
         if name not in details:
             print_main(*wrapper.wrap(shown(line)))
+    release_notes()

@@ -7,6 +7,7 @@ numbers are not saved, because they depend on the step alone.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -44,6 +45,9 @@ from shared.training.low_memory import state_tensors
 
 if TYPE_CHECKING:
     from shared.run.setup import Setup
+
+
+PACKAGES = ("torch", "accelerate", "transformers")
 
 
 class Checkpointer:
@@ -87,6 +91,7 @@ class Checkpointer:
             "replicas": strategy.apart,
             "settings": redact(settings),
             "strategy": launch.strategy(accelerator),
+            "versions": [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES],
             "world_size": accelerator.num_processes,
         }
         self.latest: Path | None = None
@@ -264,9 +269,14 @@ class Checkpointer:
         newest = own[-self.config.checkpoint.save_total_limit :]
         for old in own:
             if old not in newest and old.name != f"checkpoint-{best:06d}":
-                with contextlib.suppress(OSError):  # it is tried again after the next save
+                try:
                     faults.point("save.prune")
                     remove(old)
+                except OSError as error:  # it is tried again after the next save
+                    print_main(
+                        f"warning: checkpoint-{step:06d} is saved, but an older one could not be "
+                        f"removed ({first_line(error)})"
+                    )
 
     def resume(self, found: tuple[Path, dict[str, Any]] | None) -> TrainState:
         """Load a checkpoint, as `checkpoint_files.find` has found it, or begin. Every rank calls
@@ -284,6 +294,7 @@ class Checkpointer:
         self._load(folder, manifest)
         if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
             state.tracker_run_id = ""
+            state.interval = []
             state.forget_scores()
         if manifest["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
@@ -310,10 +321,18 @@ class Checkpointer:
                 "the checkpoint, and begin with a new optimizer state"
             )
 
-    def load_best(self, step: int) -> None:
-        """Load the best checkpoint, that of `step`, at the end. Every rank calls this."""
+    def load_best(self, step: int) -> bool:
+        """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
+        calls this.
+        """
         folder = self.run_dir / f"checkpoint-{step:06d}"
-        self._load(folder, on_main(partial(verify, folder)))
+        try:
+            manifest = on_main(partial(verify, folder))
+        except CheckpointError as error:
+            print_main(f"warning: {error}; final/ holds the last weights, not the best")
+            return False
+        self._load(folder, manifest)
+        return True
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = saved_tensors(folder)

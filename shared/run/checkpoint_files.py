@@ -105,7 +105,8 @@ def require_compatible(
     learned.
 
     Args:
-        before, now: the checkpoint's manifest and this run's: data, base, replicas, settings.
+        before, now: the checkpoint's manifest and this run's: data, base, replicas, settings,
+            strategy, versions.
         config: the template's, whose `--allow_changed` names what may differ all the same.
 
     Raises:
@@ -127,8 +128,11 @@ def require_compatible(
                 f"train its final/ further: docs/after_training.md), or --allow_changed {name}"
             )
     refuse_changes(folder, before["settings"], now["settings"], config)
-    if changed := _changes(before["settings"], now["settings"]):
-        note(f"settings that differ from those of {folder.name}:", *changed.values())
+    lines = _changes(before["settings"], now["settings"])
+    facts = _changes(before, now)
+    lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
+    if lines:
+        note(f"settings that differ from those of {folder.name}:", *lines.values())
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from shared.process import ranks
-from shared.process.errors import CleanExit, first_line, is_out_of_memory, shown
+from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
 from shared.process.files import discard
-from shared.process.printing import print_main
+from shared.process.printing import keep_notes, print_main, release_notes
 from shared.process.signals import STOP_SIGNALS, clean_exit, end_at_once, record_end
 
 _folder: Path | None = None
 _step = 0
+_is_new = False  # the folder, named by the time
 
 
 class Stopped(CleanExit):
@@ -78,21 +79,26 @@ def run(main: Callable[[Any], None], config: Any) -> None:
     code is in exit.json, too, which is missing where the run was killed.
     """
     code = 0
+    global _is_new
     output_dir: Path | None = config.checkpoint.output_dir
+    _is_new = output_dir is None
     if output_dir is not None and ranks.is_main_rank():
         discard(output_dir / "exit.json")  # of an earlier run
     try:
         with clean_exit():
+            keep_notes()
             try:
                 main(config)
             except Finished as done:
                 print_main(str(done))
             except BaseException as error:
                 end = _as_clean_exit(error, config)
-                record_end(_folder, end or error, _step)
+                record_end(_folder_begun(), end or error, _step)
                 if end is None or end is error:
                     raise
                 raise end from error
+            finally:
+                release_notes()
         if ranks.is_main_rank():
             record_end(_folder, None, _step)
     except BaseException as error:
@@ -115,6 +121,13 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
+    # not "out of resource: shared memory", a GPU's
+    no_shm = r"shared memory\(shm\)|out of\s+shared memory"
+    if isinstance(error, RuntimeError) and re.search(no_shm, str(error)):
+        return ConfigError(
+            "/dev/shm is too small for the processes that read data: give the container more "
+            f"(docker run --shm-size 8g), or --dataloader_num_workers 0 ({first_line(error)})"
+        )
     # as the system and as safetensors say it
     if re.search(r"No space left|Disk quota|File too large", str(error)):
         return NoRoom(f"{first_line(error)}; checkpoints that were saved are good")
@@ -129,6 +142,14 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
             "or hangs. The same command continues from the last "
             f"checkpoint ({first_line(error)[:200]})"
         )
+    return None
+
+
+def _folder_begun() -> Path | None:
+    """The run's folder; a new one, in which nothing has begun, is removed."""
+    if _folder is None or not _is_new or (_folder / "config.yaml").exists():
+        return _folder
+    discard(_folder)
     return None
 
 
@@ -151,4 +172,4 @@ def stop_at_once() -> None:
 
 
 def _end(number: int, _frame: object) -> None:
-    end_at_once(number, f"at step {_step}", _folder, _step)
+    end_at_once(number, f"at step {_step}", _folder_begun(), _step)

@@ -58,3 +58,8 @@ def save_adapter(
             load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
             run.write_card(folder, title, about, load=load)
         print_main(f"base with adapter in {run.dir}/merged")
+    elif (run.dir / "merged").exists():
+        print_main(
+            f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete "
+            "it and add --merge_adapter"
+        )

@@ -3,17 +3,20 @@
 import fcntl
 import os
 import re
+import secrets
 import socket
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from shared.data import audit
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard
+from shared.process.printing import note
 from shared.run.checkpoint_files import checkpoints
 from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
@@ -45,6 +48,14 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
         ).resolve()
     )
     on_main(lambda: _lock(folder))
+    token = folder / f".write-test-{on_main(lambda: secrets.token_hex(8))}"
+    on_main(token.touch)
+    seen = gather_object([token.exists()])
+    if not all(seen):
+        raise ConfigError(
+            f"--output_dir {folder}: rank {seen.index(False)} does not see what rank 0 writes "
+            "there; checkpoints need a folder that all machines share"
+        )
     on_main(lambda: _tidy(folder))
     report_end_in(folder)
     return folder
@@ -72,8 +83,11 @@ def _lock(folder: Path) -> None:
             f"--output_dir {folder}: another run is writing to it ({file.read().strip()}): wait "
             "for it, stop it, or choose another folder"
         ) from None
-    except OSError:  # some file systems of clusters have no locks
-        pass
+    except OSError as error:  # a file system that has no locks
+        note(
+            f"warning: {folder} cannot be locked ({error.strerror}): make sure "
+            "that no other run writes to it"
+        )
     _locks[folder] = file
     file.truncate(0)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -102,7 +116,7 @@ def _tidy(folder: Path) -> None:
     """
     for path in list(folder.iterdir()):
         match = re.fullmatch(
-            r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.tmp-exit-\d+",
+            r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.(write-test|tmp-exit)-\w+",
             path.name,
         )
         if match is None:

@@ -35,6 +35,8 @@ class _Update(NamedTuple):
     step: int
     is_finite: torch.Tensor
     norm: torch.Tensor  # of the gradient
+    losses: list[torch.Tensor]  # of this rank's micro-batches
+    indices: list[list[int]]  # their samples
 
 
 class Guard:
@@ -86,7 +88,9 @@ class Guard:
 
     # Updates that are not finite ------------------------------------------------------------------
 
-    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
+    def finite(
+        self, losses: list[torch.Tensor], norm: torch.Tensor, indices: list[list[int]]
+    ) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the
         update is to be skipped.
 
@@ -96,6 +100,8 @@ class Guard:
         Args:
             losses: of this rank's micro-batches, scalars.
             norm: of the gradient.
+            indices: [micro-batches, rows] samples of this rank, to be named where the loss is not
+                finite.
 
         Returns:
             bool scalar on the device, the same on all ranks, or on those of a replica.
@@ -104,12 +110,12 @@ class Guard:
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         finite = self.strategy.everywhere(finite)
-        self.unread.append(_Update(self.state.step, finite, norm))
+        self.unread.append(_Update(self.state.step, finite, norm, losses, indices))
         return finite
 
     def count_skipped(self) -> None:
-        """Read from the device which updates were skipped since the last call, and count them.
-        Every rank calls this after the same step.
+        """Read from the device which updates were skipped since the last call; count them and name
+        their samples. Every rank calls this after the same step.
 
         Raises:
             NonFiniteError: on all ranks: too many were skipped, or what a skipped update leaves is
@@ -123,15 +129,21 @@ class Guard:
         if all(finite) and not self.strategy.apart:
             return  # also on the other ranks
         own = [
-            (update.step, update.norm.item())
+            (update.step, update.norm.item(), self._bad_micro_batches(update))
             for update, is_finite in zip(unread, finite, strict=True)
             if not is_finite
         ]
         buffers = [b for model in self.models for b in persistent_buffers(model).values()]
         is_spoiled = gather_object([bool(own) and not all(b.isfinite().all() for b in buffers)])
         skipped = gather_object(own)
-        for step, norm in sorted(dict(skipped).items()):  # several ranks may name the same step
-            what = f"step {step}: loss or gradient is not finite (gradient norm {norm:g})"
+        for step in sorted({step for step, _, _ in skipped}):
+            norms = [norm for at, norm, _ in skipped if at == step]
+            bad = [name for at, _, names in skipped if at == step for name in names]
+            samples = f"samples of {'; '.join(bad[:8])}" if bad else "the gradient, not the loss"
+            what = (
+                f"step {step}: loss or gradient is not finite (gradient norm {norms[0]:g}; "
+                f"{samples})"
+            )
             spoiled = "" if self.strategy.can_skip else "DeepSpeed has updated with it"
             if any(is_spoiled):
                 spoiled = "The running statistics have taken it in"
@@ -141,12 +153,21 @@ class Guard:
             if self.state.skipped > self.max_skipped:
                 raise NonFiniteError(
                     f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been "
-                    "skipped before: lower --learning_rate, or look at the samples (--audit_data)"
+                    "skipped before: look at these samples, or lower --learning_rate"
                 )
             print_main(
                 f"warning: {what}; the update was skipped ({self.state.skipped} of at most "
                 f"{self.max_skipped})"
             )
+
+    def _bad_micro_batches(self, update: _Update) -> list[str]:
+        rank = self.strategy.accelerator.process_index
+        parts = enumerate(zip(update.losses, update.indices, strict=False), 1)
+        return [
+            f"rank {rank}, micro-batch {number}: {', '.join(str(s) for s in samples if s >= 0)}"
+            for number, (loss, samples) in parts
+            if not loss.isfinite()
+        ]
 
     # Signals --------------------------------------------------------------------------------------
 

@@ -132,13 +132,16 @@ def start(
     return accelerator
 
 
-def batch_line(batch: BatchConfig, unit: str) -> str:
-    """How a global batch is made up, for the summary: of processes or groups that read different
-    data, their micro-batches, and how many of these make a step.
-    """
+def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
+    """How a global batch is made up, for the summary."""
     at_once, accumulation = batch.micro_batch()
+    readers = ranks.data_parallel_size()
+    processes = f"{readers} process{'es' * (readers > 1)}"
+    if accelerator.num_processes > readers:
+        of_group = accelerator.num_processes // readers
+        processes = f"{readers} group{'s' * (readers > 1)} of {of_group} processes"
     return (
-        f"{batch.global_batch_size} {unit} = {ranks.data_parallel_size()} x {at_once} at once x "
+        f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
         f"{accumulation} accumulated"
     )
 
@@ -167,6 +170,8 @@ def strategy(accelerator: Accelerator) -> str:
     if ranks.sequence_ranks() > 1:
         spread += f" with SP {ranks.sequence_ranks()}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    if torch.get_float32_matmul_precision() != "highest":
+        precision += " (TF32 in matrix products)"
     device = accelerator.device.type
     if device == "cuda":
         device += f": {torch.cuda.get_device_name()}"

@@ -1,8 +1,8 @@
 """What a run reports each `--logging_steps`: a line of metrics.jsonl, for the tracker and on the
 screen.
 
-What steps log adds up on the device. The host reads it once a line. The first line after a resume
-is of the steps since then.
+What steps log adds up on the device. The host reads it once a line, and once a save: the rest of an
+interval is in the checkpoint, so that a resumed run logs the same.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import statistics
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from shared.data import audit
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STEPS = "steps"  # the sum that counts them, beside those that steps log
+GIVEN = "#"  # begins the sums that count the steps with a value that not all have
 
 
 class Logger:
@@ -68,16 +71,27 @@ class Logger:
         self.file = setup.dir / "metrics.jsonl"
         if self.main:
             # not what a killed run logged after the checkpoint that is resumed
-            keep_json_lines(self.file, lambda row: bool(state.step and row["step"] <= state.step))
+            keep_json_lines(self.file, partial(_is_of, state))
         self.tracker = Tracker(setup, state)
         self.recorder = (
             audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
         )
         self.profile = None
         if config.log.profile and self.main:
-            self.profile = start_profile(setup.dir)
+            self.profile = start_profile(setup.dir, total_steps - state.step)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
+        # a log file gets lines instead
+        quiet = not self.main or not sys.stderr.isatty()
+        self.bar_of = partial(tqdm, leave=False, dynamic_ncols=True, disable=quiet)
+        self.bar = self.bar_of(total=total_steps, initial=state.step, desc=setup.name, unit="step")
         self._begin_interval()
+        # resumed within an interval; with another number of processes, each has an equal share
+        saved = state.interval
+        if len(saved) == accelerator.num_processes:
+            saved = [saved[accelerator.process_index]]
+        for sums in saved:
+            for name, value in sums.items():
+                self.sums[name] += value / len(saved)
         self.mark = self.printed = self.begun = self.drawn = time.perf_counter()
 
     def _begin_interval(self) -> None:
@@ -87,13 +101,14 @@ class Logger:
         zero = partial(torch.zeros, (), dtype=dtype, device=device)
         # of this rank: what steps log, each step's per target
         self.sums: dict[str, torch.Tensor] = defaultdict(zero, {STEPS: zero()})
-        # what not all steps log, the same on all ranks
-        self.means: dict[str, list[float]] = defaultdict(list)
         self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
+        if self.accelerator.device.type == "cuda":
+            # what was tried before may have taken more
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         start = time.perf_counter()
         for window in windows:
             self.waited += time.perf_counter() - start
@@ -101,8 +116,8 @@ class Logger:
             start = time.perf_counter()
 
     def print_each_minute(self, line: str) -> None:
-        """Print this if nothing was printed for a minute."""
-        if time.perf_counter() - self.printed > 60:
+        """Print this if there is no progress bar, and nothing was printed for a minute."""
+        if self.bar.disable and time.perf_counter() - self.printed > 60:
             print_main(line)
             self.printed = time.perf_counter()
 
@@ -125,14 +140,17 @@ class Logger:
             for value in values:
                 self.sums[name].add_(value, alpha=scale)
         for name, mean in step.means.items():
-            self.means[name].append(mean)
+            self.sums[name] += mean
+            self.sums[GIVEN + name] += 1
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
+        self.bar.update()
         if self.profile is not None:
             self.profile.step()
         if self.state.step == self.first + 1:
             self.begun = time.perf_counter()
+            self.printed = -math.inf  # a resumed run shows that it goes on
         if due:
             self._write_line(step)
         else:
@@ -146,8 +164,8 @@ class Logger:
         *sums, processed, grad_norm = torch.stack([*over_ranks, step.grad_norm]).tolist()
         means = dict(zip(self.sums, sums, strict=True))
         steps = means.pop(STEPS)
-        means = {name: value / steps for name, value in means.items()}
-        means |= {name: statistics.fmean(values) for name, values in self.means.items()}
+        counts = {name: means.pop(GIVEN + name, steps) for name in list(means) if name[0] != GIVEN}
+        means = {name: means[name] / count for name, count in counts.items()}
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         rate = processed / seconds
@@ -166,21 +184,30 @@ class Logger:
         if self.state.skipped:
             values["skipped_steps"] = self.state.skipped
         sources = step.window.sources.items()
-        values |= {f"epochs/{name}": drawn / size for name, (size, drawn) in sources}
+        epochs = {f"epochs/{name}": drawn / size for name, (size, drawn) in sources}
+        values |= epochs
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
         digits = 0 if rate >= 10 else 2
         progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.{digits}f} {self.passed}/s"
-        # with evaluations; the first step is no measure
-        done = self.state.step - self.first - 1
-        each = (now - self.begun) / done if done else seconds
-        left = tqdm.format_interval((self.total_steps - self.state.step) * each)
-        print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
-        self.printed = now
+        progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
+        self.bar.set_postfix_str(progress, refresh=False)
+        if self.bar.disable:
+            # with evaluations; the first step is no measure
+            done = self.state.step - self.first - 1
+            each = (now - self.begun) / done if done else seconds
+            left = tqdm.format_interval((self.total_steps - self.state.step) * each)
+            print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
+            self.printed = now
         self.log(values)
         self._begin_interval()
         self.mark = now  # what logging takes belongs to the next interval
+
+    def note_interval(self) -> None:
+        """Put what the next line is made of so far into the state. Every rank calls this."""
+        values = torch.stack([*self.sums.values()]).tolist()
+        self.state.interval = gather_object([dict(zip(self.sums, values, strict=True))])
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""
@@ -220,6 +247,7 @@ class Logger:
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
+        self.bar.close()
         if self.profile is not None:
             self.profile.stop()
         self.draw(now=True)
@@ -234,8 +262,17 @@ class Logger:
             self.drawn = time.perf_counter()
 
 
+def _is_of(state: TrainState, row: dict[str, Any]) -> bool:
+    """Whether a run in this state has logged the row."""
+    evaluation = any(key.startswith("eval_") for key in row)
+    last = state.evaluated if evaluation else state.step
+    return isinstance(row.get("step"), int) and row["step"] <= last
+
+
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held: on the GPU if it trains there, else in memory."""
+    """Most bytes this process has held: on the GPU if it trains there, since `Logger.waiting`
+    began; else in memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

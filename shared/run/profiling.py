@@ -14,11 +14,19 @@ STEPS = 3  # steps that warm up (the last of them under the profiler), and that 
 TRACE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
 
 
-def start_profile(run_dir: Path) -> profile:
+def start_profile(run_dir: Path, steps: int) -> profile | None:
     """A trace of optimizer steps 7 to 9 after the start, whose `step` is called after each. It then
     writes profile.json and prints what took long; pauses between steps (an evaluation, a save) are
     part of it.
+
+    Args:
+        steps: that the run makes; None where they are too few.
     """
+    if steps < AFTER + STEPS:
+        print_main(
+            f"no profile: it needs {AFTER + STEPS} steps after the start; this run makes {steps}"
+        )
+        return None
 
     def write(trace: profile) -> None:
         path = run_dir / TRACE

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object, release_memory
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.order import Batch
 from shared.models.weights import persistent_buffers
 from shared.parallel.gradients import end_step, keeps_gradients
 from shared.parallel.strategy import Strategy
+from shared.process import ranks
 from shared.process.errors import is_out_of_memory
 from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer
@@ -46,7 +48,8 @@ class Rehearsal:
         gradients are in place meanwhile. The global batch stays, so training learns the same.
 
         Raises:
-            OutOfMemoryError: a single row does not fit.
+            OutOfMemoryError: a single row does not fit; or FSDP's ranks do not have the same free
+                memory.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
         self.strategy.require("--find_batch_size")
@@ -141,4 +144,12 @@ class Rehearsal:
             for model in self.models:
                 end_step(model)
             release_memory()
-        return all(gather_object([enough]))
+        fits = gather_object([enough])
+        gathers = ranks.sequence_ranks() > 1
+        gathers |= any(isinstance(model, FSDPModule) for model in self.models)
+        if any(fits) and not all(fits) and gathers:
+            # The others' gathers still wait for the rank that gave up: nothing can be tried again.
+            raise torch.OutOfMemoryError(
+                f"{rows} rows at once fit on some ranks, but not on rank {fits.index(False)}"
+            )
+        return all(fits)

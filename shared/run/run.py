@@ -188,6 +188,7 @@ class Run:
             raise
 
     def _save(self) -> None:
+        self.logger.note_interval()
         self.state.next_rate = optim.learning_rate(
             self.config.optim, self.state.step, self.total_steps
         )
@@ -229,10 +230,10 @@ class Run:
         return self.watch(loader.windows(0, steps), steps)
 
     def watch(self, parts: Iterable[T], count: int) -> Iterator[T]:
-        """Pass on the parts of an evaluation, as many on all ranks, with a line a minute. Inside of
+        """Pass on the parts of an evaluation, as many on all ranks, with a progress bar. Inside of
         `evaluating`. A signal raises Stopped on all ranks.
         """
-        for number, part in enumerate(parts):
+        for number, part in enumerate(self.logger.bar_of(parts, "evaluating", count, delay=3)):
             self.logger.print_each_minute(f"evaluating: {number} of {count} batches")
             self.guard.stop_if_asked()
             faults.point("evaluation")
@@ -275,9 +276,10 @@ class Run:
         """
         best = self.state.best_step
         metric = self.config.evaluation.metric_for_best_model
-        if best:
-            if best != self.state.step:
-                self.saver.load_best(best)
+        if best and best != self.state.step and not self.saver.load_best(best):  # it is damaged
+            self.state.best_step = self.state.step
+            self.state.results = self.state.latest
+        elif best:
             print_main(f"best by {metric}: step {best}, {self.state.results[f'eval_{metric}']:.4f}")
         if other := self.strategy.agreed or self.ema:
             other.swap()

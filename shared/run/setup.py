@@ -277,7 +277,7 @@ class Setup:
                 f"{state.next_rate:.3g} to {rate:.3g} here (docs/after_training.md, Train longer)"
             )
         metric = config.evaluation.metric_for_best_model
-        state.begin_scoring(metric, fingerprint)
+        state.begin_scoring(metric, fingerprint, configs.measured_by(config))
         if state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             state.stopped_early = []
         is_over = state.step >= total_steps or bool(state.stopped_early)
@@ -310,7 +310,7 @@ class Setup:
         lines = {
             "run on": launch.strategy(self.accelerator),
             **own,
-            "batch": launch.batch_line(config.batch, samples),
+            "batch": launch.batch_line(config.batch, self.accelerator, samples),
             "budget": f"{total_steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),

@@ -50,16 +50,19 @@ class TrainState:
     evaluated: int = -1  # step of the latest evaluation
     # values of the evaluation before training
     before: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)  # values of the latest evaluation
     # values of the best evaluation; without a metric: the latest
     results: dict[str, float] = field(default_factory=dict)
     best_step: int = 0  # step of the best evaluation, 0: none yet
     # see score_of
     best_score: list[float] = field(default_factory=list)
-    # metric and data: other scores cannot be compared
+    # metric, data, settings: other scores cannot be compared
     scored_by: list[str] = field(default_factory=list)
     # [budget in steps, patience] that ended the run
     stopped_early: list[int] = field(default_factory=list)
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
+    # what the next log line is made of so far: each rank's sums by name
+    interval: list[dict[str, float]] = field(default_factory=list)
     place: dict[str, Any] | None = None  # where the data go on
     next_rate: float | None = None  # learning rate that the next step was to have
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
@@ -76,21 +79,29 @@ class TrainState:
         self.best_score = []
         self.results = {}
 
-    def begin_scoring(self, metric: str, data: str) -> None:
-        """Forget scores of another metric or other data; the present step is then to be evaluated
-        again.
+    def begin_scoring(self, *by: str) -> None:
+        """Forget scores of another metric, other data or settings; the present step is then to be
+        evaluated again.
+
+        Args:
+            by: metric, data, and `configs.measured_by`.
         """
-        if self.scored_by and self.scored_by != [metric, data]:
-            print_main("the best score so far is of another metric or other data: it is forgotten")
+        if self.scored_by and self.scored_by != [*by]:
+            if self.best_step:
+                print_main(
+                    f"the best score, of step {self.best_step}, came from another metric, other "
+                    "data or settings, and no longer counts"
+                )
             self.forget_scores()
             self.evaluated = min(self.evaluated, self.step - 1)
-        self.scored_by = [metric, data]
+        self.scored_by = [*by]
 
     def score(self, values: dict[str, float], metric: str) -> None:
         """Note an evaluation's `eval_*` values, and whether it is the best. One before training is
         never the best.
         """
         self.evaluated = self.step
+        self.latest = values
         if self.step == 0:
             self.before = values
         score = score_of(values, metric)

@@ -5,6 +5,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.config import parse as configs
@@ -54,10 +55,26 @@ class Tracker:
         settings = redact(configs.flatten(setup.config))
         if self.name == "wandb":
             self._start_wandb(project, redact(config.run_name or setup.dir.name), settings)
-            return
+        else:
+            self._start(project, settings)
+
+    def _start(self, project: str, settings: dict[str, Any]) -> None:
         self.accelerator.project_configuration.logging_dir = str(self.run_dir)
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
-        self.accelerator.init_trackers(project, plain)
+        # TensorBoard then does not show what a killed run wrote after its checkpoint
+        purge = self.state.step + (self.state.step > 0)
+        folder = shlex.quote(str(self.run_dir))
+        if self.name == "tensorboard":
+            print_main(f"TensorBoard: tensorboard --logdir {folder}")
+        elif self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            # else it would be in the current folder
+            os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{self.run_dir}/mlflow.db"
+            print_main(f"MLflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db")
+        options = {
+            "tensorboard": {"purge_step": purge},
+            "mlflow": {"logging_dir": str(self.run_dir / "mlruns")},
+        }
+        self.accelerator.init_trackers(project, plain, options)
 
     def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
         import wandb
@@ -120,6 +137,19 @@ class Tracker:
         step = None if self.name == "wandb" else self.state.step
         with self._or_without():
             self.accelerator.log({**values, "step": self.state.step}, step=step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Show a table in W&B; other trackers have none."""
+        if rows and self.name == "wandb":
+            with self._or_without():
+                tracker = self.accelerator.get_tracker(self.name)
+                tracker.log_table(name, columns=columns, data=redact(rows))
+
+    def log_picture(self, name: str, file: Path) -> None:
+        """Show a picture, a PNG file, in W&B."""
+        if self.name == "wandb":
+            with self._or_without():
+                self.accelerator.get_tracker(self.name).log_images({name: [str(file)]})
 
     def close(self) -> None:
         """End the tracker's run, and the process group. Every rank calls this."""

@@ -24,8 +24,8 @@ class Step:
     Args:
         strategy: how processes share the step.
         models: all models, as prepared.
-        verdict: (losses of this rank's micro-batches, gradient norm) -> a bool on the device:
-            whether the losses and the norm are finite on all ranks.
+        verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on
+            the device: whether the losses and the norm are finite on all ranks.
 
     Attributes:
         number: counts optimizer steps from 1.
@@ -47,7 +47,7 @@ class Step:
         *,
         number: int,
         rate: float,
-        verdict: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
+        verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
     ) -> None:
         self.strategy = strategy
         self.models = models
@@ -160,7 +160,7 @@ class Step:
         """
         norm = self.clip_gradients(0) if self._norm is None else self._norm
         self._norm = None
-        finite = self._verdict(self._losses, norm)
+        finite = self._verdict(self._losses, norm, self.indices)
         self.strategy.update(optimizers, finite, norm)
         self.finite = finite if self.finite is None else self.finite & finite
 

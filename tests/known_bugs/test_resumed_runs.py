@@ -13,6 +13,7 @@ from shared.process.errors import ConfigError
 from shared.run import checkpoint_files
 from shared.run.state import TrainState
 from tests.conftest import ROOT, SmallConfig, load_template, run
+from tests.run.test_checkpoint import make as checkpointer
 
 SMALL = ("--seq_length", 32, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--logging_steps", 1)
 
@@ -43,6 +44,20 @@ def test_the_jump_of_the_learning_rate_is_said(trained):
     peak = load_template("pretrain").Config().optim.learning_rate
     assert float(was) == 0 and float(now) > 0 and float(now) != peak
     assert "learning rate goes" not in run("pretrain", done.folder, *flags, "--max_steps", 10, check=False).output
+
+
+def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
+    """Reported in 2022: steps after the last checkpoint were shown again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ("--train_file", text_file, *SMALL, "--save_steps", 4, "--max_steps", 8, "--report_to", "tensorboard")
+    killed = run("pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@7"}, check=False)
+    assert killed.returncode
+    run("pretrain", tmp_path / "run", *flags)
+    (events,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*") if path.parent.name == "pretrain"}
+    seen = EventAccumulator(str(events))
+    seen.Reload()
+    assert [event.step for event in seen.Scalars("loss")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw", "sgd"])
@@ -107,3 +122,11 @@ def test_what_the_user_asks_for_is_heeded(threads, expected, tmp_path):
     for command in ([sys.executable], launcher)[: 2 if threads else 1]:  # Accelerate's own choice is all of the machine's
         done = subprocess.run([*command, script], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == str(expected or len(os.sched_getaffinity(0)))
+
+
+def test_other_versions_are_said(tmp_path, capsys):
+    _, _, saver = checkpointer(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    saver.facts["versions"] = ["torch 9.9"]
+    assert saver.resume().step == 1
+    assert re.search(r"versions was \['torch 2\.[\d.]+\S*', .*now \['torch 9\.9'\]", capsys.readouterr().err)

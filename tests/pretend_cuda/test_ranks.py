@@ -64,7 +64,7 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
         env = {"TEMPLATES_CACHE": str(tmp_path / "cache"), "TEMPLATES_FAULT": "prepare:pause#0"}
         given += ["--ddp_timeout", 4]
     many = on_cuda("pretrain", tmp_path / "run", *given, processes=processes, config=config, env=env)
-    assert f"{kind} on cuda: NVIDIA H100 80GB HBM3, fp32" in many.summary
+    assert f"{kind} on cuda: NVIDIA H100 80GB HBM3, fp32 (TF32 in matrix products)" in many.summary
     assert many.manifest(4)["world_size"] == processes and len(many.logs) == processes
     assert many.losses == pytest.approx(alone.losses, rel=1e-5)
     assert many.last("eval_loss") == pytest.approx(alone.last("eval_loss"), rel=1e-5)
@@ -119,7 +119,7 @@ def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flag
     given = [*flags, "--per_device_train_batch_size", 4, "--find_batch_size"]
     found = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config=config, env=short)
     assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in found.output
-    assert "2 x 2 at once x 2 accumulated" in found.summary
+    assert "2 processes x 2 at once x 2 accumulated" in found.summary
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 

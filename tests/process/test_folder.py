@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from shared.process import files
 from shared.process.errors import CleanExit
 from shared.process.files import whole_folder
 from shared.process.signals import record_end
+from shared.run import exits, folder
+from shared.run.folder import open_run
 from tests.conftest import ROOT, slow
 
 
@@ -64,6 +67,22 @@ def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, na
     with pytest.raises(OSError, match=os.strerror(number)):
         write(tmp_path / "final", "new")
     assert (tmp_path / "final/weights").read_text() == "old"
+
+
+def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_path):
+    """Who does not hold the folder writes nothing that who holds it could tidy away."""
+    touch = Path.touch
+
+    def touch_if_held(path, *args, **kwargs):
+        assert path.parent in folder._locks
+        touch(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "touch", touch_if_held)
+    for _ in range(2):
+        monkeypatch.setattr(folder, "_locks", {})
+        monkeypatch.setattr(exits, "_folder", None)
+        assert open_run(Accelerator(cpu=True), tmp_path, "any") == tmp_path
+    assert {p.name for p in tmp_path.iterdir()} == {".run.lock"}
 
 
 # exit.json -----------------------------------------------------------------------------------------------------------
@@ -116,3 +135,10 @@ def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, t
     monkeypatch.setattr(files, "fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
     write(tmp_path / "final", "new")
     assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
+
+
+def test_who_may_read_other_files_may_read_what_safetensors_writes(tmp_path):
+    (tmp_path / "other").touch()
+    with whole_folder(tmp_path / "final") as temporary:
+        (temporary / "weights").touch(mode=0o600)
+    assert (tmp_path / "final/weights").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -83,15 +83,18 @@ def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tm
     assert answers(resumed) == answers(whole) and not audit.check(resumed.folder).problems
 
 
-def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_is_counted(base, tmp_path):
+def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_names_its_prompts(base, tmp_path):
     """Three steps to a line, two to a rollout. Then a loss is not finite."""
     given = (*base, "--updates_per_rollout", 2)
     each = run("grpo", tmp_path / "each", *given)
     lines = run("grpo", tmp_path / "lines", *given, "--logging_steps", 3)
     assert len(logged(lines, "loss")) == 3 and logged(lines, "reward") == pytest.approx(logged(each, "reward"))
     bad = run("grpo", tmp_path / "bad", *given, env={"TEMPLATES_FAULT": "micro_batch:nan@7"})
-    told = re.search(r"step (\d): loss or gradient is not finite", bad.output)
+    told = re.search(
+        r"step (\d): loss or gradient is not finite .*samples of rank 0, micro-batch (\d): ([\d, ]+)\)", bad.output
+    )
     assert told and 1 < int(told[1]) < 5 and logged(bad, "skipped_steps")[-1] == 1
+    assert 1 <= len(told[3].split(", ")) <= 3 and max(map(int, told[3].split(", "))) < 24
 
 
 def test_what_does_not_go_together_is_refused():

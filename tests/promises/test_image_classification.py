@@ -389,6 +389,15 @@ def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_the_best_of_another_resolution_is_no_best(base, tmp_path, capsys):
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--eval_steps", 2)
+    run_here_and_read(tmp_path / "run", (*flags, "--max_steps", 2))
+    more = ("--image_size", 24, "--max_steps", 4, "--allow_changed", "image_size", "max_steps")
+    done = run_here_and_read(tmp_path / "run", (*flags, *more))
+    assert "the best score, of step 2, came from another metric, other data or settings" in capsys.readouterr().err
+    assert f"| eval_loss | {evaluation(done.folder)['loss']:.4f} |" in (done.folder / "final/README.md").read_text()
+
+
 @pytest.mark.slow
 def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--eval_steps", 1, "--max_steps", 24)

@@ -233,7 +233,7 @@ def test_a_head_that_is_trained_is_sharded_saved_and_resumed(base, tmp_path):
     torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_run_that_was_killed_while_it_merged_merges(base, tmp_path, capsys):
+def test_a_run_that_was_killed_while_it_merged_merges_and_an_older_merge_is_named(base, tmp_path, capsys):
     flags = (*base, "--num_generations", 0, "--output_dir", tmp_path)
     run_here("lora_finetune", *flags, "--max_steps", 2, "--merge_adapter")
     assert f"base with adapter in {tmp_path}/merged" in capsys.readouterr().err
@@ -241,6 +241,8 @@ def test_a_run_that_was_killed_while_it_merged_merges(base, tmp_path, capsys):
     run_here("lora_finetune", *flags, "--max_steps", 2, "--merge_adapter")
     ours, theirs = load_file(tmp_path / "merged/model.safetensors"), load_file(tmp_path / "was/model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    run_here("lora_finetune", *flags, "--max_steps", 3, "--allow_changed", "max_steps")
+    assert f"warning: {tmp_path}/merged holds an earlier adapter" in capsys.readouterr().err
 
 
 def test_continues_from_an_adapter(base, tmp_path):

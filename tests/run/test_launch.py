@@ -139,7 +139,7 @@ def test_where_memory_runs_out_the_micro_batch_is_halved_and_nothing_else_change
     )
     assert short.returncode == 0, short.output
     assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in short.output
-    assert f"{processes} x 1 at once x {8 // processes} accumulated" in short.output
+    assert f"{processes} process{'es' * (processes > 1)} x 1 at once x {8 // processes} accumulated" in short.output
     assert short.losses == pytest.approx(plain.losses, rel=1e-5)
 
 

@@ -65,6 +65,23 @@ def test_a_skipped_step_counts_by_its_positions_and_leaves_its_line_without_a_lo
     assert second["loss"] == 6 / 2
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(processes, monkeypatch, tmp_path):
+    """Two processes save after two steps of other losses."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(metrics, "total", lambda _, own: processes * own)
+    each = [{metrics.STEPS: 2.0, "loss": 4.0}, {metrics.STEPS: 2.0, "loss": 1.0}]
+    state, ranks = TrainState(step=2, interval=json.loads(json.dumps(each))), Ranks(num_processes=processes)
+    logger = metrics.Logger(setup_of(ranks, tmp_path), state, 9, None)
+    monkeypatch.setattr(metrics, "gather_object", lambda own: own)
+    logger.note_interval()
+    kept = {metrics.STEPS: 2.0, "loss": 2.5} if processes != 2 else each[0]
+    assert state.interval == [kept]
+    logger.step(a_step(ranks, state, 5.0 * 2 / processes), due=True)  # the mean of a target is 5
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] == (kept["loss"] + 5) / (kept[metrics.STEPS] + 1)
+
+
 def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))

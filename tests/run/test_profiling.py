@@ -19,3 +19,10 @@ def test_a_run_writes_its_profile_and_learns_the_same(text_file, tiny_model, tmp
     assert "aten::mm" in traced.output or "aten::addmm" in traced.output
     trace = json.loads((tmp_path / "traced" / profiling.TRACE).read_text())
     assert sum("ProfilerStep" in str(event.get("name")) for event in trace["traceEvents"]) >= 3
+
+
+def test_a_run_that_is_shorter_than_the_profile_says_so(text_file, tiny_model, tmp_path):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 4)
+    done = run("pretrain", tmp_path / "run", *flags, "--global_batch_size", 4, "--eval_samples", 2, "--profile")
+    assert "no profile: it needs 9 steps after the start; this run makes 4" in done.output
+    assert not (tmp_path / "run" / profiling.TRACE).exists()

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from shared.process import ranks
+from shared.run import exits
 from tests.conftest import ROOT
 
 BARE = """mount -t tmpfs -o ro none "$HOME" && mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 &&
@@ -34,6 +35,18 @@ def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = done.stdout.decode("ascii")
     assert done.returncode == 0 and "model in" in said, said
+
+
+def test_too_little_of_it_is_said_in_one_line():
+    """What torch raises in a container with Docker's 64 MB."""
+    for error in (
+        "unable to allocate shared memory(shm) for file </torch_25_38_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit.",
+    ):
+        said = str(exits._as_clean_exit(RuntimeError(error), None))
+        assert said.startswith("/dev/shm is too small") and "--shm-size" in said and len(said.splitlines()) == 1
+    assert exits._as_clean_exit(RuntimeError("out of resource: shared memory, Required: 262144"), None) is None  # a GPU's
 
 
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def test_a_run_continues_with_what_it_chose(tiny_model, chat_file, tmp_path):
     flags = (*flags, "--save_steps", 3, "--max_steps")
     run("lora_finetune", tmp_path, *flags, 3, processes=4)
     done = run("lora_finetune", tmp_path, *flags, 6, "--allow_changed", "max_steps")
-    assert "4 rows = 1 x" in done.output
+    assert "4 rows = 1 process x" in done.output
     assert "by default" in done.summary and "global_batch_size 4" in done.summary and "LoRA, width 64" in done.summary
     assert done.manifest(3)["world_size"] == 4
     assert (done.manifest(6)["world_size"], done.manifest(6)["settings"]["global_batch_size"]) == (1, 4)

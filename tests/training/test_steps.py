@@ -3,6 +3,7 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(sca
         monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
         accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
     made = Guard(Strategy(accelerator), [nn.Linear(1, 1)], TrainState(), max_skipped=1)
-    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf)) == (not counts)
+    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), np.zeros((1, 1), np.int64)) == (not counts)
 
 
 def test_skipped_updates_are_read_every_100_steps(monkeypatch, capsys):
@@ -85,14 +86,14 @@ def test_skipped_updates_are_read_every_100_steps(monkeypatch, capsys):
         for _ in range(steps):
             state.step += 1
             loss = torch.tensor(torch.nan if state.step in bad else 1.0)
-            made.finite([loss, loss], torch.tensor(1.0))
+            made.finite([loss, loss], torch.tensor(1.0), np.array([[7], [-1]]))
             made.stop_if_asked()
             if not made.unread:
                 read.append(state.step)
 
     train(250, bad=(101, 150))
     assert read == [100, 200] and state.skipped == 2
-    assert "warning: step 150: loss or gradient is not finite (gradient norm 1); the update" in capsys.readouterr().err
+    assert "warning: step 150: loss or gradient is not finite (gradient norm 1; samples of rank 0" in capsys.readouterr().err
     train(2, bad=(252,))
     with pytest.raises(guard.NonFiniteError, match=r"step 252: .* No weight was changed, and 2 steps had been skipped"):
         made.count_skipped()

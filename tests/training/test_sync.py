@@ -167,7 +167,7 @@ def test_a_replica_skips_alone_and_all_count_it(flags, tmp_path):
         {"TEMPLATES_FAULT": "micro_batch:nan@14#1"},
     )
     done = run("pretrain", tmp_path / "run", *flags, processes=2, env=fault)
-    assert done.output.count("warning: step 7: loss or gradient is not finite (gradient norm nan)") == 1
+    assert done.output.count("warning: step 7: loss or gradient is not finite (gradient norm nan; samples of rank 1, ") == 1
     assert done.last("skipped_steps") == 1 and [row["step"] for row in done.rows if "skipped_steps" in row] == [
         9,
         12,
