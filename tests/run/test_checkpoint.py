@@ -208,6 +208,19 @@ def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_best_one_that_is_damaged_leaves_the_last_weights(tmp_path, capsys):
+    model, optimizers, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    before = model[0].weight.detach().clone()
+    train(model, optimizers, 1, 2)
+    assert saver.load_best(1) and model[0].weight.equal(before)
+    (saver.run_dir / "checkpoint-000001" / "rank-0.safetensors").write_bytes(b"")
+    train(model, optimizers, 1, 2)
+    before = model[0].weight.detach().clone()
+    assert not saver.load_best(1) and model[0].weight.equal(before)
+    assert "is damaged; final/ holds the last weights, not the best" in capsys.readouterr().err
+
+
 def test_one_of_another_format_is_refused(tmp_path):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
