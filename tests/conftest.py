@@ -367,7 +367,7 @@ def run_here(template: str, *args: object) -> None:
     module = load_template(template)
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()
-    for file, _ in _locks.values():
+    for file in _locks.values():
         file.close()
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

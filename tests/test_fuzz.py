@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -23,7 +22,6 @@ from shared.data.store import Notes
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.redaction import redact
-from shared.run.checkpoint_files import FORMAT, MANIFEST, CheckpointError, _digest_of, verify
 from shared.text import corpus
 from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
@@ -238,45 +236,3 @@ def test_any_yaml_gives_a_config_or_one_line(folder, config_classes, template, c
     path = folder / "run.yaml"
     path.write_bytes(content)
     parses(config_classes[template], ["--config", str(path), *argv])
-
-
-# Manifests -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(folder) -> Path:
-    """A folder with a file, as a checkpoint has."""
-    (folder / "checkpoint-000001" / "folder").mkdir(parents=True)
-    (folder / "checkpoint-000001" / "a").write_bytes(b"content")
-    return folder / "checkpoint-000001"
-
-
-RIGHT = {"xxh3_128": "917e1274274fc195b27a2d2388d9568c", "size": 7}
-NAMES = either(["a", "..", ".", "", "folder", "/etc/passwd", "../run.yaml", "a/../a", "a" * 300, "MANIFEST.json"], TEXT)
-FILES = st.dictionaries(NAMES, either([RIGHT, RIGHT | {"size": 7.0}, {"size": 7}]), max_size=3)
-MANIFESTS = st.fixed_dictionaries(
-    {"files": either([{"a": RIGHT}], FILES | JSON), "step": either([1]), "format": either([FORMAT], JSON)},
-    optional={"settings": JSON},
-)
-
-
-def signed(manifest):
-    """With its own hash, without which it is damaged whatever it holds."""
-    whole = manifest | {"sha256": _digest_of(manifest)} if isinstance(manifest, dict) else manifest
-    return json.dumps(whole).encode()
-
-
-@FUZZ
-@example(content=b'{"files": {"\\n": {"sha256": "", "size": 0}}, "step": 1}')
-@given(content=st.binary(max_size=60) | (MANIFESTS | JSON).map(signed))
-def test_any_manifest_is_verified_or_one_line(saved, content):
-    (saved / MANIFEST).write_bytes(content)
-    try:
-        manifest = verify(saved)
-    except CheckpointError as error:
-        one_line(error)
-        assert str(error).startswith(f"{saved}: ")
-        return
-    assert (
-        type(manifest["step"]) is int and set(manifest["files"]) <= {"a"} and isinstance(manifest.get("settings", {}), dict)
-    )

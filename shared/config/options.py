@@ -263,7 +263,7 @@ class CheckpointConfig:
     # Checkpoint of another folder to start from, while output_dir has none of its own
     resume_from_checkpoint: Free[Path | None] = None
     # Names of settings that may differ from the checkpoint although they affect learning; also
-    # data, base and replicas
+    # data and base
     allow_changed: Free[tuple[str, ...]] = ()
     # Before the first step, try the longest batch, a save and a load
     dress_rehearsal: Free[bool] = False

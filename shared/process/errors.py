@@ -23,18 +23,15 @@ _CONTROL = re.compile(
 class CleanExit(Exception):
     """An end that a user can act on: one line on the console, no traceback, and a stated exit code.
 
-    A line, whatever of the input it quotes: secrets are masked, control characters are written out,
-    and a very long middle is left out. Where more lines are needed, each is an argument.
+    A line, whatever of the input it quotes: secrets are masked, and control characters are written
+    out. Where more lines are needed, each is an argument.
     """
 
     exit_code = 1
     alone = False  # this process ends by itself, for what all of them have not agreed on
 
     def __init__(self, *lines: str) -> None:
-        texts = [shown(redact(line)) for line in lines]
-        super().__init__(
-            "\n".join(t if len(t) <= 2000 else f"{t[:1200]} ... {t[-700:]}" for t in texts)
-        )
+        super().__init__("\n".join(shown(redact(line)) for line in lines))
 
 
 class ConfigError(CleanExit):

@@ -8,7 +8,6 @@ numbers are not saved, because they depend on the step alone.
 import contextlib
 import dataclasses
 import importlib.metadata
-import secrets
 from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -32,14 +31,13 @@ from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
 from shared.run.checkpoint_files import (
+    MANIFEST,
     CheckpointError,
     checkpoints,
-    facts_of,
     require_compatible,
     verify,
     write_manifest,
 )
-from shared.run.folder import run_id
 from shared.run.state import TrainState
 from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
 from shared.training import optim
@@ -87,7 +85,6 @@ class Checkpointer:
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
-            "run": on_main(partial(run_id, setup.dir)),
             "data": data,
             # of weights that are not trained, and so not saved
             "base": identity_of_frozen(settings.get("model_name_or_path") or "", self.model),
@@ -98,7 +95,6 @@ class Checkpointer:
             "world_size": accelerator.num_processes,
         }
         self.latest: Path | None = None
-        self.damaged: set[Path] = set()  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
@@ -238,19 +234,13 @@ class Checkpointer:
             manifest["files"] = {name: fact for _, part in reports for name, fact in part.items()}
             try:
                 write_manifest(temporary, manifest)
-                if folder.exists() and not self._wrote(folder):
-                    aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
-                    folder.rename(aside)
-                    print_main(
-                        f"warning: {name} was not written by this run, and "
-                        f"is called {aside.name} now"
-                    )
+                if folder.exists() and not (folder / MANIFEST).exists():
+                    raise FileExistsError(f"{folder} is in the way, which is no checkpoint")
                 commit(temporary, folder)
+                self._prune(manifest["step"], manifest["state"]["best_step"])
             except OSError as error:
                 problems = [f"rank 0: {first_line(error)}"]
             else:
-                self.damaged.discard(folder)
-                self._prune(manifest["step"], manifest["state"]["best_step"])
                 if folder.name == name:  # and not in a rehearsal
                     best = manifest["state"]["best_step"] == manifest["step"]
                     print_main(f"saved {name}" + ", the best so far" * best)
@@ -270,42 +260,34 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest --save_total_limit up to `step`, and that of step `best`.
-
-        What this run has not written, as its manifest says, stays. One that was found damaged does
-        not count, and goes.
+        """Keep the newest --save_total_limit up to `step`, and that of step `best`. A folder
+        without a manifest is the user's.
         """
-        present = checkpoints(self.run_dir)
-        own = [p for p in present if int(p.name.split("-")[1]) <= step and self._wrote(p)]
-        whole = [p for p in own if p not in self.damaged]
-        newest = whole[-self.config.checkpoint.save_total_limit :]
-        kept = [*newest, self.run_dir / f"checkpoint-{best:06d}"]
-        for old in (p for p in own if p not in kept):
-            try:
-                faults.point("save.prune")
-                remove(old)
-            except OSError as error:
-                print_main(
-                    f"warning: checkpoint-{step:06d} is saved, but an older one could not be "
-                    f"removed ({first_line(error)})"
-                )
+        present = [p for p in checkpoints(self.run_dir) if (p / MANIFEST).exists()]
+        own = [p for p in present if int(p.name.split("-")[1]) <= step]
+        newest = own[-self.config.checkpoint.save_total_limit :]
+        for old in own:
+            if old not in newest and old.name != f"checkpoint-{best:06d}":
+                try:
+                    faults.point("save.prune")
+                    remove(old)
+                except OSError as error:  # it is tried again after the next save
+                    print_main(
+                        f"warning: checkpoint-{step:06d} is saved, but an older one could not be "
+                        f"removed ({first_line(error)})"
+                    )
 
-    def _wrote(self, folder: Path) -> bool:
-        return facts_of(folder).get("run") == self.facts["run"]
-
-    def resume(self) -> TrainState:
-        """Load the newest valid checkpoint of the run; if it has none, that of another folder which
-        --resume_from_checkpoint names, or none. Every rank calls this.
+    def resume(self, found: tuple[Path, dict[str, Any]] | None) -> TrainState:
+        """Load a checkpoint, as `checkpoint_files.find` has found it, or begin. Every rank calls
+        this.
 
         Raises:
-            CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned.
-            NotNow: the file system gives an error.
         """
-        found = on_main(self._find)
         if found is None:
             return TrainState()
         folder, manifest = found
+        require_compatible(folder, manifest, self.facts, self.config)
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
         self._load(folder, manifest)
@@ -313,7 +295,6 @@ class Checkpointer:
             state.tracker_run_id = ""
             state.interval = []
             state.forget_scores()
-            on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         if manifest["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
         exits.at_step(state.step)
@@ -321,33 +302,6 @@ class Checkpointer:
         self.latest = folder
         print_main(f"resumed from {folder} at step {state.step}")
         return state
-
-    def _find(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to resume and its manifest, None where there is none. Call on one rank."""
-        own = checkpoints(self.run_dir)
-        found = None
-        for folder in reversed(own):
-            try:
-                manifest = verify(folder)
-                if manifest["run"] != self.facts["run"]:
-                    raise CheckpointError(f"{folder}: another run has written it")
-            except CheckpointError as error:
-                print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
-                self.damaged.add(folder)
-                continue
-            found = folder, manifest
-            break
-        if own and found is None:
-            raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is complete and written by "
-                "it; to start anew, choose another --output_dir"
-            )
-        named = self.config.checkpoint.resume_from_checkpoint
-        if named is not None and found is None:
-            found = named.resolve(), verify(named.resolve())
-        if found is not None:
-            require_compatible(*found, self.facts, self.config)
-        return found
 
     def _drop_unsaved(self, saved: Container[str]) -> None:
         """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
@@ -397,13 +351,6 @@ class Checkpointer:
 
         if self.strategy.scatter(self.trainable, manifest["step"], fill):
             fill(_named("model.", self.buffers))
-            return
-        if self.strategy.agreed and manifest["replicas"] != self.strategy.apart:
-            # as --allow_changed replicas allows
-            fill(_named("model.", self.strategy.agreed.tensors) | self.strategy.tensors())
-            self.strategy.agreed.swap()
-            self.strategy.agreed.begin()  # the replica's own are what is agreed on
-            print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)

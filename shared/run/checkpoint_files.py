@@ -1,7 +1,5 @@
 """Checkpoint folders: found, verified, compared with the run that reads them."""
 
-import contextlib
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ from shared.config import parse as configs
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, NotNow
 from shared.process.files import digest
-from shared.process.printing import note
+from shared.process.printing import note, print_main
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 7
@@ -33,17 +31,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, without any check; empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if isinstance(facts := json.loads((folder / MANIFEST).read_text(encoding="utf-8")), dict):
-            return facts
-    return {}
-
-
-def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]]:
-    """(the checkpoint that a run continues from, its settings); no settings where the run begins,
-    or where no manifest can be read.
+def find(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint of a run and its manifest; None where the run begins. Call on
+    one rank.
 
     Args:
         named: a checkpoint to begin from, where the run has none itself.
@@ -51,16 +41,26 @@ def settings_of(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]
     Raises:
         ConfigError: it is the run's own, so the same command would take the run back to it again
             and again.
+        CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
+        NotNow: the file system gives an error.
     """
     if named and named.resolve().parent == run_dir:
         raise ConfigError(
             f"--resume_from_checkpoint {named} is this run's own: to go back to it, delete the "
             "later ones and drop the flag, or choose another --output_dir"
         )
-    for folder in [*reversed(checkpoints(run_dir)), *([named] if named else [])]:
-        if isinstance(settings := facts_of(folder).get("settings"), dict):
-            return folder, settings
-    return run_dir, {}
+    own = checkpoints(run_dir)
+    for folder in reversed(own):
+        try:
+            return folder, verify(folder)
+        except CheckpointError as error:
+            print_main(f"warning: {error}")
+    if own:
+        raise CheckpointError(
+            f"{run_dir}: none of its {len(own)} checkpoints is complete; to start anew, choose "
+            "another --output_dir"
+        )
+    return (named.resolve(), verify(named.resolve())) if named else None
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -72,30 +72,19 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop("sha256") != _digest_of(manifest):
-            raise ValueError
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{folder}: format {manifest['format']!r}, but this version reads only {FORMAT}"
             )
-        if [type(manifest[name]) for name in ("step", "files", "settings")] != [int, dict, dict]:
-            raise ValueError
-        present = {path.name for path in folder.iterdir() if path.is_file()}
-        if strange := {n for n in present - manifest["files"].keys() if n.endswith(".safetensors")}:
-            raise CheckpointError(f"{folder}: {min(strange)} is not of this checkpoint")
         for name, expected in manifest["files"].items():
-            if name not in present:
-                raise CheckpointError(f"{folder}: {name} is missing")
             if digest(folder / name) != expected:
                 raise CheckpointError(f"{folder}: {name} is damaged")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing: not a complete checkpoint") from None
     except OSError as error:
         raise NotNow(f"{folder}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
-        raise CheckpointError(f"{folder}: holds step {manifest['step']}: was it renamed?")
     return manifest
 
 
@@ -105,14 +94,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     Args:
         manifest: facts about the run, its state, and of all files checksum and size.
     """
-    manifest = json.loads(json.dumps({"format": FORMAT} | manifest))  # keys are texts, as in JSON
-    manifest["sha256"] = _digest_of(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT} | manifest, indent=1))
     faults.point("save.manifest")
-
-
-def _digest_of(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def require_compatible(
@@ -132,23 +115,18 @@ def require_compatible(
     others = {
         "data": "other data",
         "base": "other base weights, which it does not contain",
-        "replicas": (
-            f"{before['replicas'] or 'no replicas'} that train apart, and this launch has "
-            f"{now['replicas'] or 'none'}"
-        ),
     }
-    allowed = set(config.checkpoint.allow_changed)
+    if before["replicas"] != now["replicas"]:
+        raise ConfigError(
+            f"{folder} is of {before['replicas'] or 'no replicas'} that train apart, and this "
+            f"launch has {now['replicas'] or 'none'}: use as many, or another --output_dir"
+        )
     for name, other in others.items():
-        if before[name] != now[name] and name not in allowed:
+        if before[name] != now[name] and name not in config.checkpoint.allow_changed:
             raise ConfigError(
                 f"{folder} belongs to a run on {other}: use the same, another --output_dir (to "
                 f"train its final/ further: docs/after_training.md), or --allow_changed {name}"
             )
-    if unknown := sorted(allowed - now["settings"].keys() - others.keys()):
-        raise ConfigError(
-            f"--allow_changed {' '.join(unknown)}: no setting of that name; "
-            "names have spaces between them"
-        )
     refuse_changes(folder, before["settings"], now["settings"], config)
     lines = _changes(before["settings"], now["settings"])
     facts = _changes(before, now)

@@ -1,6 +1,5 @@
 """A run's folder: it is the run's own, and has one writer at a time."""
 
-import errno
 import fcntl
 import os
 import re
@@ -18,7 +17,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard
 from shared.process.printing import note
-from shared.run.checkpoint_files import checkpoints, facts_of
+from shared.run.checkpoint_files import checkpoints
 from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
@@ -29,10 +28,9 @@ FILES = (
     *("confusion_matrix.png", "mistakes.png", "answers.png"),
 )
 MODELS = ("final", "merged", "adapter")
-# how the lock of a run begins; a kill can leave an empty one
-OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
+LOCK = ".run.lock"
 
-_locks: dict[Path, tuple[IO[Any], str]] = {}  # held by this process, with the run's id
+_locks: dict[Path, IO[Any]] = {}  # held by this process
 
 
 def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
@@ -49,10 +47,6 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
             output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")
         ).resolve()
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     on_main(lambda: _lock(folder))
     token = folder / f".write-test-{on_main(lambda: secrets.token_hex(8))}"
     on_main(token.touch)
@@ -75,62 +69,45 @@ def _lock(folder: Path) -> None:
     """
     if folder in _locks:
         return
-    number = run_id(folder)  # refuse before anything is written
+    _refuse_to_overwrite(folder)
     try:
-        file = (folder / ".lock").open("a+", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--output_dir {folder}: .lock cannot be written ({error.strerror})"
-        ) from None
+        raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.seek(0)
-            holder = file.read().strip().rpartition("\n")[2]
-            raise NotNow(
-                f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, "
-                "stop it, or choose another folder"
-            ) from None
-        # a file system that has no locks
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise NotNow(
+            f"--output_dir {folder}: another run is writing to it ({file.read().strip()}): wait "
+            "for it, stop it, or choose another folder"
+        ) from None
+    except OSError as error:  # a file system that has no locks
         note(
             f"warning: {folder} cannot be locked ({error.strerror}): make sure "
             "that no other run writes to it"
         )
-    _locks[folder] = file, number
+    _locks[folder] = file
     file.truncate(0)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.write(f"run {number}\nprocess {os.getpid()} on {socket.gethostname()} since {now}\n")
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
     file.flush()
 
 
-def run_id(folder: Path) -> str:
-    """16 hex digits that the run's checkpoints name; new ones for a new folder. Call on one rank.
-
-    Raises:
-        ConfigError: the folder holds what the run would overwrite, and what it is not known to have
-            written.
+def _refuse_to_overwrite(folder: Path) -> None:
+    """Raise ConfigError if the folder holds what the run would overwrite, and no run's lock and
+    checkpoints; a finished run's model also if its checkpoints are gone.
     """
-    if folder in _locks:  # to open the file once more, and to close it, would let go of the lock
-        return _locks[folder][1]
-    lock = folder / ".lock"
-    found = None
-    if lock.is_file() and not lock.is_symlink():
-        with lock.open(encoding="utf-8", errors="replace") as file:
-            found = OWN.match(file.read(21))
-    ids = [
-        str(facts["run"])
-        for path in reversed(checkpoints(folder))
-        if "run" in (facts := facts_of(path))
-    ]
-    names = MODELS if found else (".lock", *FILES, *MODELS)
+    lock = folder / LOCK
+    is_of_a_run = lock.is_file() and not lock.is_symlink()
+    names = MODELS if is_of_a_run else (LOCK, *FILES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
-    if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
+    if present and not checkpoints(folder):
         raise ConfigError(
             f"--output_dir {folder}: holds {present[0]}, which the run would overwrite, but no "
             "checkpoint: move it away, or choose another folder"
         )
-    return (found and found[1]) or next(iter(ids), "") or secrets.token_hex(8)
 
 
 def _tidy(folder: Path) -> None:

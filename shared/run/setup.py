@@ -31,7 +31,7 @@ from shared.process.printing import note, print_main, summary
 from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import refuse_changes, settings_of
+from shared.run.checkpoint_files import find, refuse_changes
 from shared.run.folder import open_run
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
@@ -95,14 +95,15 @@ class Setup:
         self.ema: WeightCopy | None = None
         self.kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
-        self._before: dict[str, Any] = {}
+        self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
         if not getattr(config.data, "preprocess_only", False):  # which makes no run folder
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
             named = config.checkpoint.resume_from_checkpoint
-            folder, self._before = on_main(partial(settings_of, self.dir, named))
+            self._found = on_main(partial(find, self.dir, named))
+        if self._found:
             # before minutes of loading; `Checkpointer.resume` looks at all settings
             given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
-            refuse_changes(folder, self._before, given, config)
+            refuse_changes(self._found[0], self._found[1]["settings"], given, config)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
@@ -115,7 +116,8 @@ class Setup:
         """
         given = configs.flatten(self.config)
         has_budget = any(given.get(name) is not None for name in configs.BUDGETS)
-        before = {name: value for name, value in self._before.items() if not _is_open(value)}
+        settings = self._found[1]["settings"] if self._found else {}
+        before = {name: value for name, value in settings.items() if not _is_open(value)}
         values = {
             name: before.get(name, value)
             for name, value in values.items()
@@ -229,7 +231,7 @@ class Setup:
             rows = trial.find_batch_size(multiple)
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
         trial.settle_ddp()
-        if self.config.checkpoint.dress_rehearsal and not self._before:
+        if self.config.checkpoint.dress_rehearsal and not self._found:
             trial.dress_rehearsal(Checkpointer(self, ""))
         return self.config
 
@@ -262,11 +264,10 @@ class Setup:
         Raises:
             Finished: nothing is left to do.
             ConfigError: the checkpoint's run has other settings that change what the model learns.
-            CheckpointError: none of the run's checkpoints is whole.
         """
         config = self.config
         saver = Checkpointer(self, fingerprint)
-        state = saver.resume()
+        state = saver.resume(self._found)
         if state.place:
             train.place = state.place
         rate = optim.learning_rate(config.optim, state.step, total_steps)

@@ -59,8 +59,6 @@ def test_what_a_file_system_does_not_offer_is_done_without(monkeypatch, tmp_path
     [
         ("fsync", errno.EINVAL, False),
         ("fsync", errno.EIO, False),
-        ("fsync", errno.EIO, True),
-        ("fsync", errno.ENOSPC, True),
     ],
 )
 def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, name, number, of_folders):
@@ -84,7 +82,24 @@ def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_pa
         monkeypatch.setattr(folder, "_locks", {})
         monkeypatch.setattr(exits, "_folder", None)
         assert open_run(Accelerator(cpu=True), tmp_path, "any") == tmp_path
-    assert {p.name for p in tmp_path.iterdir()} == {".lock"}
+    assert {p.name for p in tmp_path.iterdir()} == {".run.lock"}
+
+
+def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path, capsys):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder, "_locks", {})
+    monkeypatch.setattr(folder.fcntl, "lockf", lockf)
+    folder._lock(tmp_path)
+    assert f"warning: {tmp_path} cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_rank_does_not_see_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(folder, "_locks", {})
+    monkeypatch.setattr(folder, "gather_object", lambda own: [*own, False])
+    with pytest.raises(CleanExit, match="rank 1 does not see what rank 0 writes there"):
+        open_run(Accelerator(cpu=True), tmp_path, "any")
 
 
 # exit.json -----------------------------------------------------------------------------------------------------------
@@ -139,8 +154,13 @@ def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, t
     assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
 
 
-def test_who_may_read_other_files_may_read_what_safetensors_writes(tmp_path):
-    (tmp_path / "other").touch()
-    with whole_folder(tmp_path / "final") as temporary:
-        (temporary / "weights").touch(mode=0o600)
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_who_may_read_other_files_may_read_what_safetensors_writes(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "other").touch()
+        with whole_folder(tmp_path / "final") as temporary:
+            (temporary / "weights").touch(mode=0o600)
+    finally:
+        os.umask(before)
     assert (tmp_path / "final/weights").stat().st_mode == (tmp_path / "other").stat().st_mode

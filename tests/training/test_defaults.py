@@ -53,7 +53,7 @@ def test_rates_fall_with_the_model():
 def run_of(template: str, *argv: str) -> Setup:
     """A run of a template before its processes start."""
     own = Setup.__new__(Setup)
-    own.config, own._chosen, own._before = configs.parse(load_template(template).Config, argv), [], {}
+    own.config, own._chosen, own._found = configs.parse(load_template(template).Config, argv), [], None
     return own
 
 
@@ -86,7 +86,8 @@ def compile_errors():
 def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Setup, list]:
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of("pretrain", *argv)
-    own.device, own._before, compiled = device, {} if before is None else {"torch_compile": before}, []
+    own.device, compiled = device, []
+    own._found = None if before is None else (None, {"settings": {"torch_compile": before}})
     own.accelerator = SimpleNamespace(distributed_type="NO", unwrap_model=lambda model: model)  # type: ignore[assignment]
     own.strategy = strategy_of(own.accelerator)
     return own, compiled

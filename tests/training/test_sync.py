@@ -138,10 +138,6 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
     assert {k: v.tolist() for k, v in straight.weights().items()} == {k: v.tolist() for k, v in ended.weights().items()}
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, "--allow_changed", "max_steps", check=False)
     assert f"2 replicas in {processes} processes that train apart, and this launch has 1 replicas" in other.output
-    allowed = ("--allow_changed", "max_steps", "replicas")
-    other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
-    assert "each replica begins at the agreed weights, with a new optimizer" in other.output
-    assert other.last("eval_loss") < straight.last("eval_loss") * 1.05
 
 
 @pytest.mark.parametrize(("config", "processes"), [slow("ddp", 2), slow("hsdp", 4)])
