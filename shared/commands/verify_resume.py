@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from shared.commands.run import kill
 from shared.data import audit
@@ -32,8 +33,20 @@ from shared.run.tensors import read_tensors
 
 # begin names of what is no learning
 MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu", "rollout_seconds")
-# What does not go together with the flags that this command adds.
-LEFT_OUT = {"num_train_epochs", "max_tokens", "resume_from_checkpoint"}
+# Flags that this command sets itself, and the budgets that its --max_steps replaces.
+OURS = {
+    "output_dir",
+    "max_steps",
+    "num_train_epochs",
+    "max_tokens",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "report_to",
+    "audit_data",
+    "resume_from_checkpoint",
+    "deterministic",
+}
 WHY = (
     "a step may depend only on its number, the seed and what the checkpoint holds: the model, the "
     "optimizers, run.state.notes and setup.keep"
@@ -46,15 +59,30 @@ class Differs(CleanExit):
     exit_code = 3
 
 
-def without_others(command: Sequence[str]) -> list[str]:
-    """The user's command without the flags in `LEFT_OUT`. Others are overridden by ours."""
+def without_ours(command: Sequence[str], folder: Path) -> list[str]:
+    """The user's command without the flags in `OURS`, also without those in the YAML file of
+    --config.
+    """
     kept: list[str] = []
     dropping = False
     for token in command:
+        name, _, value = token.partition("=")
         if token.startswith("--"):
-            dropping = token[2:].partition("=")[0].replace("-", "_") in LEFT_OUT
+            dropping = name[2:].replace("-", "_").removeprefix("no_") in OURS
         if not dropping:
-            kept.append(token)
+            kept += [name, value] if name == "--config" and value else [token]
+    for i, token in enumerate(kept[:-1]):
+        # A file that cannot be read is left to the command, which says so.
+        with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+            if token == "--config":
+                values = yaml.safe_load(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
+                values = {
+                    key: value
+                    for key, value in values.items()
+                    if str(key).replace("-", "_") not in OURS
+                }
+                kept[i + 1] = str(folder / "config.yaml")
+                Path(kept[i + 1]).write_text(yaml.safe_dump(values), encoding="utf-8")
     return kept
 
 
@@ -189,7 +217,7 @@ def verify(
     straight = folder / "straight"
     killed = folder / "killed"
     half = max(1, steps * 7 // 12)
-    command = without_others(command)
+    command = without_ours(command, folder)
     for text, run_dir, kill_after in (
         (f"training {steps} steps", straight, None),
         (f"training again, to be killed after step {half}", killed, half),
