@@ -138,6 +138,8 @@ def main(config: Config) -> None:
         config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
+    if config.data.preprocess_only:
+        return
     model = build_model(setup, tokenizer, train)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)

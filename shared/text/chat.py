@@ -15,12 +15,12 @@ import numpy as np
 
 from shared import demo
 from shared.data import prepared, records
-from shared.data.order import IGNORED, Batch, Row, near_share, permute
+from shared.data.order import IGNORED, Batch, EvenSubset, Row, near_share, permute
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
-from shared.process.printing import collapsed, note
+from shared.process.printing import collapsed, indented, note, print_main
 from shared.text.encoder import Encoder
 from shared.text.forms import (
     parse_json_messages,
@@ -29,7 +29,7 @@ from shared.text.forms import (
     refuse_other_meanings,
     unused,
 )
-from shared.text.options import RecordsConfig, SamplesConfig
+from shared.text.options import ChatConfig, RecordsConfig, SamplesConfig
 from shared.text.packing import collate_padded
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.docstring_chats,
 )
+LOOKED_AT = 6  # samples that --preprocess_only prints
 DEFAULT = "the default chat template (### User / ### Assistant)"
 WARNINGS = {  # what an encoder notes: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
@@ -375,17 +376,34 @@ def describe(samples: Conversations, config: SamplesConfig, of_record: int = 1) 
     return about + records.not_used(unused)
 
 
-def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
-    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧. Of a mixture, one of
-    each source.
+def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int) -> str:
+    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧."""
+    ids, learned = samples.tokens(index)
+    learned = np.append(False, learned[1:])
+    parts = []
+    for is_learned, group in groupby(zip(ids.tolist(), learned, strict=True), itemgetter(1)):
+        text = collapsed(str(tokenizer.decode([token for token, _ in group])))
+        parts.append(f"⟦{text}⟧" if is_learned else text)
+    return "".join(parts)
+
+
+def show_samples(
+    samples: Conversations, tokenizer: PreTrainedTokenizerBase, config: ChatConfig
+) -> None:
+    """Note the first sample of each source; with --preprocess_only, print the line about the data
+    and samples from all over them, whole.
     """
-    texts = []
-    for start in samples.starts[:-1].tolist():
-        ids, learned = samples.tokens(start + index)
-        learned = np.append(False, learned[1:])
-        parts = []
-        for is_learned, group in groupby(zip(ids.tolist(), learned, strict=True), itemgetter(1)):
-            text = collapsed(str(tokenizer.decode([token for token, _ in group])))
-            parts.append(f"⟦{text}⟧" if is_learned else text)
-        texts.append("".join(parts))
-    return "\n".join(texts)
+    shown = samples.starts[:-1].tolist()
+    if not config.preprocess_only:
+        texts = [marked(samples, tokenizer, index) for index in shown]
+        note(
+            "first sample; the loss counts the tokens between ⟦ and ⟧:",
+            *indented("\n".join(texts)),
+        )
+        return
+    print_main(describe(samples, config))
+    for index in sorted({*shown, *EvenSubset(samples, LOOKED_AT).indices.tolist()}):
+        print_main(
+            f"sample {index}; the loss counts the tokens between ⟦ and ⟧:",
+            *indented(marked(samples, tokenizer, index)),
+        )

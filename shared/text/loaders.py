@@ -16,7 +16,6 @@ from shared.data.order import EvenSubset, Order
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
-from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.options import ChatConfig, SamplesConfig
 from shared.text.packing import Packed, collate_packed, grouped_order
@@ -38,18 +37,15 @@ def read_conversations(
     demo_samples: int,
     kind: Callable[..., chat.ToSamples] = chat.ToSamples,
 ) -> tuple[chat.Conversations, chat.Conversations]:
-    """(conversations to train on, to validate on), tokenised. Notes the first. Every rank calls
-    this.
+    """(conversations to train on, to validate on), tokenised; shows some of them. Every rank
+    calls this.
 
     Args:
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
         kind: what turns records into samples.
     """
     train, held_out = chat.open_samples(options, tokenizer, kind, demo_samples)
-    note(
-        "first sample; the loss counts the tokens between ⟦ and ⟧:",
-        *indented(chat.marked(train, tokenizer)),
-    )
+    chat.show_samples(train, tokenizer, options)
     return train, held_out
 
 

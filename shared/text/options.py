@@ -103,6 +103,7 @@ class ChatConfig(SamplesConfig):
     # Tokens that the loss counts: every assistant turn (or the completion), the last one only, or
     # all tokens. Turns with "weight": 0 count only with all
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    preprocess_only: Free[bool] = False  # Prepare the data, print some samples, then exit
 
 
 @dataclass(frozen=True)

@@ -353,6 +353,20 @@ def test_a_name_that_the_model_does_not_have_is_refused(base, tmp_path, flag, na
         run_here("lora_finetune", *base, flag, *names, "--output_dir", tmp_path)
 
 
+def test_samples_are_looked_at_without_a_model(base, tmp_path, capsys):
+    ignored, learned = ({"role": "assistant", "content": text} for text in ("not this", "but this"))
+    asked = {"role": "user", "content": "Well?"}
+    rows = [{"messages": [asked, ignored | {"weight": 0}, asked, learned]}] * 4 + [{"messages": [asked, learned]}] * 20
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = list(base)
+    flags[flags.index("--train_file") + 1] = tmp_path / "chats.jsonl"
+    run_here("lora_finetune", *flags, "--output_dir", tmp_path / "run", "--preprocess_only")
+    output = capsys.readouterr().err
+    assert output.count("the loss counts the tokens between") == 6 and "24 read" in output and "20 to train on" in output
+    assert output.count("⟦but this") == 6 and "not this" in output and "⟦not" not in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_wrong_model_leaves_no_folder(chat_file, tmp_path):
     argv = [ROOT / "templates/lora_finetune.py", "--model_name_or_path", "/no/such", "--train_file", chat_file]
     code, output = LAUNCHER.run([*map(str, argv), "--report_to", "none"], launch_environment(None), cwd=tmp_path)
