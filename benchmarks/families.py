@@ -75,7 +75,7 @@ def write_rows(path: Path) -> None:
 def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, str]:
     shutil.rmtree(folder, ignore_errors=True)
     flags = ["--model_name_or_path", base, "--train_file", rows, "--output_dir", folder, "--report_to", "none"]
-    flags += ["--seq_length", "512", "--max_steps", "1", "--global_batch_size", "2", "--num_generations", "0", *more]
+    flags += ["--seq_length", "512", "--max_steps", "1", "--global_batch_size", "2", "--show_answers", "0", *more]
 
     def work() -> None:
         sys.argv = ["lora_finetune.py", *map(str, flags)]

@@ -62,7 +62,7 @@ def make_pairs(file: Path, count: int, seed: int) -> list[Row]:
 def run_template(options: argparse.Namespace, environment: dict, folder: Path, **given: Any) -> None:
     pairs = f"{options.folder}/pairs.jsonl"
     flags: Row = {"train_file": pairs, "validation_file": f"{options.folder}/held-out.jsonl", "eval_samples": 4}
-    flags |= {"global_batch_size": 8, "per_device_train_batch_size": 4, "seq_length": 512, "num_generations": 0}
+    flags |= {"global_batch_size": 8, "per_device_train_batch_size": 4, "seq_length": 512, "show_answers": 0}
     flags |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "learning_rate": 1e-4}
     flags |= {"eval_steps": 10**6, "save_steps": 10**6, "output_dir": folder, "metric_for_best_model": "none"}
     rounds.launch("templates/dpo.py", rounds.flags(flags | given), environment)

@@ -87,7 +87,7 @@ def make_chats(file: Path, count: int, seed: int, options: argparse.Namespace) -
 def run_template(options: argparse.Namespace, environment: dict, folder: Path) -> list[Row]:
     chats, steps = f"{options.folder}/chats.jsonl", options.steps
     given = {"train_file": chats, "validation_file": f"{options.folder}/held-out.jsonl", "eval_samples": 8}
-    given |= {"model_name_or_path": options.model_name_or_path, "seq_length": options.length, "num_generations": 0}
+    given |= {"model_name_or_path": options.model_name_or_path, "seq_length": options.length, "show_answers": 0}
     given |= {"global_batch_size": options.rows * options.accumulation, "per_device_train_batch_size": options.rows}
     given |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
     given |= {"max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": folder}

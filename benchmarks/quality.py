@@ -592,17 +592,17 @@ TASKS = {
     ),
     "chats": Task(
         "lora_finetune",
-        {"model_name_or_path": "smollm2", "num_generations": 0},
+        {"model_name_or_path": "smollm2", "show_answers": 0},
         *(make_chats, scored_chats, trl_of_chats, "TRL", "bf16"),
     ),
     "whole": Task(
         "full_finetune",
-        {"model_name_or_path": "smollm2", "num_generations": 0},
+        {"model_name_or_path": "smollm2", "show_answers": 0},
         *(make_chats, scored_whole, trl_of_whole, "TRL", "bf16"),
     ),
     "pairs": Task(
         "dpo",
-        {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
+        {"model_name_or_path": "smollm2", "show_answers": 0, "max_steps": 40, "eval_samples": 32},
         *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "bf16"),
     ),
     "pretraining": Task(

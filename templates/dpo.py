@@ -60,7 +60,7 @@ class Config:
     label_smoothing: Annotated[float, within(at_least=0, below=0.5)] = 0.0
     simpo_gamma: PositiveOrZero = 0.5  # simpo: target margin between the rewards
     # Validation prompts whose answers are printed before training and at its end
-    num_generations: Free[CountOrZero] = 1
+    show_answers: Free[CountOrZero] = 1
     # Validation prompts to answer and score at each evaluation; 0: none
     eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Tokens of an answer, at most

@@ -59,7 +59,7 @@ class Config:
     # 'layers\.[0-3]\.'
     freeze: tuple[str, ...] = ()
     # Validation prompts whose answers are printed before training and at its end
-    num_generations: Free[CountOrZero] = 1
+    show_answers: Free[CountOrZero] = 1
     # Validation prompts to answer and score at each evaluation; 0: none
     eval_answers: Free[CountOrZero] = 0
     max_new_tokens: Free[Count] = 48  # Tokens of an answer, at most

@@ -57,7 +57,7 @@ class Config:
     # From two updates on, clip them at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
     epsilon_high: Positive = 0.28
     # Validation prompts whose answers are printed before training and at its end
-    num_generations: Free[CountOrZero] = 2
+    show_answers: Free[CountOrZero] = 2
     # Validation prompts to answer and score at each evaluation, without sampling
     eval_answers: Free[Count] = 128
     kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters

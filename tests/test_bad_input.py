@@ -25,7 +25,7 @@ def attempt(tiny_model, architectures, image_folder, tmp_path):
     text = ("--model_name_or_path", tiny_model, "--validation_split_percentage", 20, "--eval_samples", 2, "--max_steps", 1)
     base = {
         "pretrain": (*text, "--seq_length", 16, "--global_batch_size", 2, "--optim", "adamw"),
-        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--num_generations", 0),
+        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--show_answers", 0),
         "image_classification": (
             *("--config_name", architectures / "convnext", "--image_size", 16, "--max_steps", 1),
             *("--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),

@@ -185,7 +185,7 @@ def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows
     if template == "pretrain":
         given += ["--train_file", text_file, "--seq_length", 64]
     else:
-        given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--num_generations", 0]
+        given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--show_answers", 0]
     one = run(template, tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     many = [*given, "--per_device_train_batch_size", 2]
     two = run(template, tmp_path / "two", *many, processes=2, config="fsdp2")

@@ -389,7 +389,7 @@ def on_this_machine(arguments: list[str], **values: object) -> list[str]:
 def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
     given = on_this_machine(arguments_of("kubernetes"), **{"=8": "=2", "outputs/train": tmp_path / "run"})
     given += ["--model_name_or_path", tiny_model, "--train_file", chat_file, "--max_steps", 2, "--report_to", "none"]
-    given += ["--seq_length", 64, "--num_generations", 0, "--global_batch_size", 4, "--per_device_train_batch_size", 2]
+    given += ["--seq_length", 64, "--show_answers", 0, "--global_batch_size", 4, "--per_device_train_batch_size", 2]
     given.insert(2, f"--main_process_port={free_port()}")
     process = under_run(*given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = process.communicate(timeout=200)
@@ -451,7 +451,7 @@ def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
     notebook = nbformat.read(ROOT / "jobs/rented_gpu.ipynb", as_version=4)
     notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
     (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --num_generations 0 --report_to none"
+    small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --show_answers 0 --report_to none"
     flags.source = f"LAUNCH, FLAGS, RUN = '', '{small}', '{tmp_path / 'run'}'"
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

@@ -392,9 +392,7 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     of_template = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
     extra |= of_template.get(template, {"--eval_samples": "4"})
-    extra |= (
-        {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
-    )
+    extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
@@ -445,7 +443,7 @@ def test_images_without_labels_are_classified_as_the_page_says(image_folder, tmp
 def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch, capsys):
     """The adapter in the page's Python, and merged/ behind the page's server, give the same answer."""
     flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--merge_adapter", "--seq_length", 64)
-    flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--num_generations", 0, "--report_to", "none")
+    flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--show_answers", 0, "--report_to", "none")
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "runs/chat")
     monkeypatch.chdir(tmp_path)
     made = {}

@@ -20,17 +20,17 @@ FOLDERS = {
     "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 4_300,
     "config": 3_700,
-    "data": 15_500,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
+    "data": 15_200,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
     "images": 8_100,
     "models": 22_500,
-    "parallel": 6_100,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
+    "parallel": 5_800,  # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     "process": 3_600,  # start.py and cache_dir came from config, record_end from run
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
-    "run": 18_800,  # 2026-11-28: tuned.py came from dpo.py
-    "text": 20_700,
+    "run": 17_900,  # 2026-11-28: tuned.py came from dpo.py
+    "text": 20_800,
     "training": 6_300,  # flags of replicas came from config; a step may take batches that the template made
     "vision": 6_000,  # 2026-11-28: images in conversations
 }
@@ -38,14 +38,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 88_700,
-    "full_finetune": 87_200,
-    "grpo": 86_000,  # 2026-11-28: new
-    "image_classification": 68_100,
-    "lora_finetune": 90_600,
-    "pretrain": 76_500,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 69_000,
-    "text_classification": 78_300,
+    "dpo": 87_500,
+    "full_finetune": 86_000,
+    "grpo": 84_800,  # 2026-11-28: new
+    "image_classification": 66_700,
+    "lora_finetune": 89_400,
+    "pretrain": 75_200,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 67_700,
+    "text_classification": 76_900,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

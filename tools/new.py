@@ -33,10 +33,10 @@ FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "text_classification": "--seq_length 32 --validation_split_percentage 2",
-    "dpo": "--max_train_samples 60 --eval_samples 4 --num_generations 0 --seq_length 128",
-    "grpo": "--eval_answers 4 --num_generations 0 --group_size 2",
-    "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
-    "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
+    "dpo": "--max_train_samples 60 --eval_samples 4 --show_answers 0 --seq_length 128",
+    "grpo": "--eval_answers 4 --show_answers 0 --group_size 2",
+    "lora_finetune": "--eval_samples 4 --show_answers 0 --seq_length 128",
+    "full_finetune": "--eval_samples 4 --show_answers 0 --seq_length 128",
     "image_classification": (
         "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4"
     ),

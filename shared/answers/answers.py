@@ -86,7 +86,7 @@ def log_answers(
     a table in W&B, and the ten worst of the latest evaluation in evaluation.json. Inside of
     `run.evaluating`; every rank calls this, and answers its share.
 
-    --eval_answers prompts at each evaluation, evenly spaced over the samples. --num_generations of
+    --eval_answers prompts at each evaluation, evenly spaced over the samples. --show_answers of
     them, or as many without --eval_answers, are printed before training and at its end.
 
     Args:
@@ -98,7 +98,7 @@ def log_answers(
         The means of the scores as `eval_NAME`, the same on all ranks; empty without --eval_answers.
     """
     config = run.config
-    shown = config.num_generations if run.state.step == 0 or run.is_last else 0
+    shown = config.show_answers if run.state.step == 0 or run.is_last else 0
     chosen = EvenSubset(held_out, config.eval_answers or shown).indices.tolist()
     if not chosen:
         return {}
@@ -152,8 +152,8 @@ def log_answers(
         return {}
     if cut := sum(row["cut"] for row in rows):
         print_main(
-            f"warning: {cut} of {len(rows)} answers end at --max_new_tokens "
-            f"{config.max_new_tokens}, and are scored as they are: raise it"
+            f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}, and "
+            "are scored as they are: raise it if that is too short"
         )
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])

@@ -45,7 +45,7 @@ ONLY = {
     "max_steps": 0,
     "torch_compile": False,
     "report_to": "none",
-    "num_generations": 0,
+    "show_answers": 0,
     "eval_samples": 10**9,
     "merge_adapter": False,
 }

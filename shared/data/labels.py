@@ -64,7 +64,9 @@ class Labels:
         counts = self.counts()
         if not counts.all():
             missing = self.classes[int(counts.argmin())]
-            raise ConfigError(f"{name}: the class {missing!r} has no {noun} to train on")
+            raise ConfigError(
+                f"{name}: the class {missing!r} has no {noun} to train on, only to validate on"
+            )
         if len(self.classes) < 2 and self.problem_type != "regression":
             raise ConfigError(
                 f"{name}: {f'only one class, {self.classes[0]!r}' if self.classes else 'no label'}"

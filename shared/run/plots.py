@@ -21,7 +21,7 @@ def draw_curves(metrics: Path, chosen: str) -> None:
     keys = sorted({key for row in rows for key in row})
     panels = {"loss": ["loss", "eval_loss"]}
     if chosen not in ("loss", "none"):
-        panels[chosen] = [f"eval_{chosen}"]
+        panels[chosen] = [chosen, f"eval_{chosen}"]
     panels |= {"accuracy": ["eval_accuracy"], "learning rate": ["learning_rate"]}
     panels["throughput"] = [key for key in keys if key.endswith("_per_second")]
     panels = {title: names for title, names in panels.items() if set(names).intersection(keys)}

@@ -58,7 +58,7 @@ def of_digits(config: Any) -> Any:
         train_vision="all",
         vision_lr_scale=1.0,
         eval_answers=config.eval_answers or 64,
-        num_generations=2,
+        show_answers=2,
         max_new_tokens=4,
     )
 

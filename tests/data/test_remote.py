@@ -392,7 +392,7 @@ def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, t
 def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, chat_file, tiny_model, tmp_path):
     """Two processes, a dropped connection, and a login and a signature in the URL that no file and no line tells."""
     server.files["/chats.jsonl.gz"] = content = gzip.compress(chat_file.read_bytes())
-    flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--num_generations", 0)
+    flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--show_answers", 0)
     flags += ("--per_device_train_batch_size", 1, "--seq_length", 64, "--save_steps", 2)
     expected = run("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
     secrets = password, signature, token = canary(40), canary(40), canary(40)

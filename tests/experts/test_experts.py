@@ -224,7 +224,7 @@ def test_qlora_of_experts_on_two_processes_is_that_of_one_and_goes_on_after_a_ki
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--model_name_or_path", tmp_path / "base", "--train_file", data, "--validation_file", data, "--load_in_4bit")
-    given = (*given, "--seq_length", 96, "--num_generations", 0, "--max_steps", 4, "--save_steps", 2, "--merge_adapter")
+    given = (*given, "--seq_length", 96, "--show_answers", 0, "--max_steps", 4, "--save_steps", 2, "--merge_adapter")
     given = (*given, "--global_batch_size", 4, "--metric_for_best_model", "none")
     one = run("lora_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     assert "gate_up_proj" in one.summary and "stay in 16 bits" not in one.output

@@ -69,7 +69,7 @@ def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model,
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
     flags = ("--model_name_or_path", tmp_path / "model", "--train_file", chat_file, "--max_steps", 1, "--seq_length", 96)
-    run_here("lora_finetune", *flags, "--global_batch_size", 4, "--num_generations", 0, "--output_dir", tmp_path / "run")
+    run_here("lora_finetune", *flags, "--global_batch_size", 4, "--show_answers", 0, "--output_dir", tmp_path / "run")
     end = tokenizer.convert_tokens_to_ids("<|pad|>")
     assert f"generation ends at the token {end}, too, which ends the turns" in capsys.readouterr().err
     load = re.search("```python\n(.*?)```", (tmp_path / "run/final/README.md").read_text(), re.DOTALL)

@@ -90,7 +90,7 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     template, logged = load_template("lora_finetune"), {}
     sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
     monkeypatch.setattr(template, "causal_lm_loss", lambda *_: next(sums))
-    config = SimpleNamespace(num_generations=0, eval_answers=0)
+    config = SimpleNamespace(show_answers=0, eval_answers=0)
     run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=config)
     run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()

@@ -91,7 +91,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path_factory, tmp_path, name):
-    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--num_generations", 0)
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--show_answers", 0)
     flags = (*flags, "--global_batch_size", 8, "--max_steps", 4, "--save_steps", 2, "--packing", "on")
     config = load_template("lora_finetune").Config
     if name not in configs.flags(config).keys() - configs.free_fields(config):

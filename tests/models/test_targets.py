@@ -150,7 +150,7 @@ def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_tea
     config = ChatConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=96)
     whole = len(Packed(chat.open_samples(config, tokenizer)[0], 96))
     flags = ["--model_name_or_path", tmp_path / "base", "--train_file", file, "--validation_file", file]
-    flags += ["--seq_length", 96, "--max_steps", 2, "--num_generations", 0, "--metric_for_best_model", "none"]
+    flags += ["--seq_length", 96, "--max_steps", 2, "--show_answers", 0, "--metric_for_best_model", "none"]
     alone = run("lora_finetune", tmp_path / "alone", *flags, "--packing", "off", "--global_batch_size", 8)
     flags += ["--packing", "on", "--global_batch_size", whole, "--per_device_train_batch_size", whole]
     flags += ["--gradient_checkpointing", "full"]

@@ -55,7 +55,7 @@ def base(tiny_model, pairs_file):
     return (
         *("--model_name_or_path", tiny_model, "--train_file", pairs_file, "--validation_file", pairs_file),
         *("--seq_length", 96, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 6, "--eval_steps", 3),
-        *("--save_steps", 3, "--save_total_limit", 9, "--num_generations", 1, "--max_new_tokens", 4),
+        *("--save_steps", 3, "--save_total_limit", 9, "--show_answers", 1, "--max_new_tokens", 4),
     )
 
 
@@ -88,7 +88,7 @@ def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
     full = kind in ("sigmoid", "orpo")
     steps, rate, beta, packing = 4, 1e-3, SETTINGS[kind], "--packing" if kind in ("sigmoid", "simpo") else "--no_packing"
     flags = ("--model_name_or_path", tiny_model, "--train_file", pairs_file, "--validation_file", pairs_file, packing)
-    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
+    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--show_answers", 0)
     flags = (*flags, "--max_steps", steps, "--global_batch_size", 14, "--per_device_train_batch_size", 7)
     flags = (*flags, "--loss_type", kind, "--beta", beta, "--learning_rate", rate, "--seq_length", 96)
     flags = (*flags, "--label_smoothing", 0.2) if kind == "robust" else flags

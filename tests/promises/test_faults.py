@@ -44,7 +44,7 @@ def flags(text_file, chat_file, tiny_model, image_folder, architectures):
         ),
         "lora_finetune": (
             *(*COMMON, *batch, "--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64),
-            *("--lora_dropout", 0.1, "--num_generations", 0, "--eval_samples", 4),
+            *("--lora_dropout", 0.1, "--show_answers", 0, "--eval_samples", 4),
         ),
         "image_classification": (
             *(*COMMON, *batch, "--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 16),

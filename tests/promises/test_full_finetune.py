@@ -18,7 +18,7 @@ def base(tiny_model, chat_file):
     return (
         *("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--learning_rate", 1e-2),
         *("--global_batch_size", 4, "--per_device_train_batch_size", 2, "--max_steps", 6, "--save_steps", 3),
-        *("--save_total_limit", 9, "--eval_steps", 3, "--num_generations", 0),
+        *("--save_total_limit", 9, "--eval_steps", 3, "--show_answers", 0),
     )
 
 
@@ -61,7 +61,7 @@ def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path,
 
 def _all_in_one(model, chats, size, steps, packing):
     flags = ("--model_name_or_path", model, "--train_file", chats, "--validation_file", chats, "--seq_length", 96, packing)
-    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
+    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--show_answers", 0)
     return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
 
 

@@ -25,7 +25,7 @@ def base(tiny_model, chat_file):
     return (
         *("--model_name_or_path", tiny_model, "--train_file", chat_file, "--validation_split_percentage", 15),
         *("--seq_length", 96, "--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8),
-        *("--eval_steps", 4, "--save_steps", 4, "--save_total_limit", 5, "--num_generations", 1, "--max_new_tokens", 4),
+        *("--eval_steps", 4, "--save_steps", 4, "--save_total_limit", 5, "--show_answers", 1, "--max_new_tokens", 4),
     )
 
 
@@ -100,7 +100,7 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
         *("lora_finetune", tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),
         *("--validation_file", chat_file, "--seq_length", 96, "--lora_r", 4, "--lora_alpha", 8, "--learning_rate", rate),
         *("--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_steps", steps, "--max_grad_norm", 0),
-        *("--global_batch_size", size, "--per_device_train_batch_size", size, "--num_generations", 0, packing),
+        *("--global_batch_size", size, "--per_device_train_batch_size", size, "--show_answers", 0, packing),
     )
 
     ids, labels, mask = padded_chats(AutoTokenizer.from_pretrained(tiny_model), rows)
@@ -234,7 +234,7 @@ def test_a_head_that_is_trained_is_sharded_saved_and_resumed(base, tmp_path):
 
 
 def test_a_run_that_was_killed_while_it_merged_merges_and_an_older_merge_is_named(base, tmp_path, capsys):
-    flags = (*base, "--num_generations", 0, "--output_dir", tmp_path)
+    flags = (*base, "--show_answers", 0, "--output_dir", tmp_path)
     run_here("lora_finetune", *flags, "--max_steps", 2, "--merge_adapter")
     assert f"base with adapter in {tmp_path}/merged" in capsys.readouterr().err
     (tmp_path / "merged").rename(tmp_path / "was")

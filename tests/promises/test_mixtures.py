@@ -38,7 +38,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     flags = (
         *("--config", tmp_path / "mix.yaml", "--model_name_or_path", tiny_model, "--seq_length", 96, "--packing", "on"),
         *("--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8, "--eval_steps", 4),
-        *("--save_steps", 2, "--num_generations", 0, "--audit_data"),
+        *("--save_steps", 2, "--show_answers", 0, "--audit_data"),
     )
     whole = run("lora_finetune", tmp_path / "whole", *flags)
     folder = tmp_path / "run"

@@ -29,7 +29,7 @@ def samples(tmp_path_factory):
     return folder
 
 
-SHORT = ("--seq_length", 64, "--num_generations", 0, "--packing", "off")
+SHORT = ("--seq_length", 64, "--show_answers", 0, "--packing", "off")
 LORA = ("--lora_r", 64, "--lora_alpha", 64, "--learning_rate", 2e-3)
 NO_CROPS = ("--crop_min_scale", 1.0, "--horizontal_flip", 0, "--label_smoothing", 0, "--dataloader_num_workers", 0)
 WIDE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"

@@ -61,7 +61,7 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch, count, heads):
 @pytest.fixture(scope="module")
 def flags(chat_file):
     common = ("--max_steps", 8, "--save_steps", 4, "--global_batch_size", 8, "--eval_samples", 9, "--train_file", chat_file)
-    return (*common, "--seq_length", 64, "--num_generations", 0, "--max_grad_norm", 0.5)
+    return (*common, "--seq_length", 64, "--show_answers", 0, "--max_grad_norm", 0.5)
 
 
 @pytest.fixture(scope="module")

@@ -44,11 +44,11 @@ def flags(text_file, chat_file, tiny_model):
         "pretrain": (*COMMON, "--train_file", text_file, "--seq_length", 32, "--model_name_or_path", tiny_model),
         "lora_finetune": (
             *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
-            *("--num_generations", 0, "--lora_dropout", 0.0),
+            *("--show_answers", 0, "--lora_dropout", 0.0),
         ),
         "full_finetune": (
             *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
-            *("--num_generations", 0, "--learning_rate", 3e-4),
+            *("--show_answers", 0, "--learning_rate", 3e-4),
         ),
     }
 

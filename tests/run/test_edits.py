@@ -40,9 +40,9 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     for script in (tmp_path / "templates").glob("*.py"):  # a model that is there, and the student's own base
         script.write_text(script.read_text().replace("org/teacher", str(demo.MODEL)))
     flags = {
-        "lora_finetune": ["--seq_length", 128, "--num_generations", 0],
-        "full_finetune": ["--seq_length", 128, "--num_generations", 0],
-        "grpo": ["--group_size", 2, "--eval_answers", 8, "--num_generations", 0],
+        "lora_finetune": ["--seq_length", 128, "--show_answers", 0],
+        "full_finetune": ["--seq_length", 128, "--show_answers", 0],
+        "grpo": ["--group_size", 2, "--eval_answers", 8, "--show_answers", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
         "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],

@@ -35,7 +35,7 @@ def payload(tmp_path):
 TEXT = ("--max_steps", 1, "--eval_samples", 2, "--global_batch_size", 2)
 TINY = {
     "pretrain": (*TEXT, "--seq_length", 16),
-    "lora_finetune": (*TEXT, "--seq_length", 32, "--num_generations", 0),
+    "lora_finetune": (*TEXT, "--seq_length", 32, "--show_answers", 0),
     "image_classification": (
         *("--max_steps", 1, "--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),
         *("--image_size", 16),

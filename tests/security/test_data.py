@@ -83,7 +83,7 @@ def test_no_flipped_bit_in_prepared_data_is_learned_from(
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     flags = ["--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 2]
     flags += ["--eval_samples", 2, "--global_batch_size", 2, "--preprocessing_num_workers", 1]
-    flags += ["--num_generations", 0] * (template == "lora_finetune")
+    flags += ["--show_answers", 0] * (template == "lora_finetune")
     if template == "text_classification":
         flags = [*flags[:6], "--max_steps", 2, "--global_batch_size", 2, "--per_device_train_batch_size", 2]
         rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]

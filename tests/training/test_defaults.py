@@ -166,7 +166,7 @@ def test_a_rate_that_nobody_chose_does_not_train():
 
 def test_a_run_continues_with_what_it_chose(tiny_model, chat_file, tmp_path):
     """Four processes round a batch of 1 up to 4; a run that goes on with one keeps it, and ends alike."""
-    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 256, "--num_generations", 0)
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 256, "--show_answers", 0)
     flags = (*flags, "--save_steps", 3, "--max_steps")
     run("lora_finetune", tmp_path, *flags, 3, processes=4)
     done = run("lora_finetune", tmp_path, *flags, 6, "--allow_changed", "max_steps")

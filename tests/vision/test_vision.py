@@ -157,7 +157,7 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
 
 
 BASE = ("--max_steps", 6, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
-BASE += ("--eval_samples", 5, "--num_generations", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
+BASE += ("--eval_samples", 5, "--show_answers", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
 
     folder = models(family)
     flags = ("--train_file", three, "--validation_file", three, "--model_name_or_path", folder, "--merge_adapter")
-    flags += ("--max_steps", 2, "--global_batch_size", 2, "--seq_length", 1024, "--num_generations", 0)
+    flags += ("--max_steps", 2, "--global_batch_size", 2, "--seq_length", 1024, "--show_answers", 0)
     run_here("lora_finetune", *flags, "--learning_rate", 1e-2, "--output_dir", tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     wanted = [row["eval_loss"] for row in rows if "eval_loss" in row]
