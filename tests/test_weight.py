@@ -39,11 +39,11 @@ FOLDERS = {
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
     "dpo": 87_500,
-    "full_finetune": 86_000,
+    "full_finetune": 86_100,
     "grpo": 84_800,  # 2026-11-28: new
     "image_classification": 66_700,
     "lora_finetune": 89_400,
-    "pretrain": 75_200,  # 2026-11-28: the only one that imports replicas
+    "pretrain": 75_300,  # 2026-11-28: the only one that imports replicas
     "pretrain_pipeline": 67_700,
     "text_classification": 76_900,
 }

@@ -54,7 +54,7 @@ def find(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]] | Non
         try:
             return folder, verify(folder)
         except CheckpointError as error:
-            print_main(f"warning: {error}")
+            print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
     if own:
         raise CheckpointError(
             f"{run_dir}: none of its {len(own)} checkpoints is complete; to start anew, choose "

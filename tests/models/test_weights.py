@@ -9,6 +9,7 @@ from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.run.checkpoint import Checkpointer
+from shared.run.checkpoint_files import find
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
@@ -187,7 +188,7 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
     saver.save(TrainState(step=3))
     train(*run, 3, 6)
     *again, saver = begin(tmp_path / "run")
-    assert saver.resume().step == 3
+    assert saver.resume(find(saver.run_dir, None)).step == 3
     train(*again, 3, 6)
     assert_equal(state(again[0]), state(run[0]))
     assert_equal(again[2].tensors, run[2].tensors)
@@ -201,6 +202,6 @@ def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, caps
     saver.ema = None
     saver.save(TrainState(step=1))
     *_, saver = begin(tmp_path / "run")
-    assert saver.resume().step == 1
+    assert saver.resume(find(saver.run_dir, None)).step == 1
     assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
     assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())

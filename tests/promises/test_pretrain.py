@@ -115,7 +115,7 @@ def test_final_loads_with_from_pretrained(one_process):
     model = AutoModelForCausalLM.from_pretrained(one_process.folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(one_process.folder / "final")
     assert model.config.num_hidden_layers == 2 and len(tokenizer) == model.config.vocab_size
-    files = {p.name for p in one_process.folder.iterdir() if p.name != ".lock"}
+    files = {p.name for p in one_process.folder.iterdir() if p.name != ".run.lock"}
     named = {"config.yaml", "metrics.jsonl", "summary.txt", "exit.json", "curves.png", "final"}
     assert files == named | {"checkpoint-000006", "checkpoint-000012"}
 
