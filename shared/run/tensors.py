@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -80,10 +81,16 @@ def write(
 
     Returns:
         checksum and size of the file, as `files.digest` gives them.
+
+    Raises:
+        OSError: it cannot be written.
     """
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(places)}
-    save_file({name: tensors[name].contiguous() for name in pieces}, path, metadata)
+    try:
+        save_file({name: tensors[name].contiguous() for name in pieces}, path, metadata)
+    except SafetensorError as error:  # "Error while serializing: I/O error: No space left ..."
+        raise OSError(str(error).rpartition("error: ")[2]) from None
     fsync(path)
     return digest(path)
 
