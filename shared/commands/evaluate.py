@@ -164,4 +164,4 @@ def main() -> None:
             f"{name:>{wide}}"
             + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
         )
-    print(f"more in {options.run}/evaluations/{test.stem}")
+    print(f"more in {options.run}/evaluations/{test.stem}", file=sys.stderr)
