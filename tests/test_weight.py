@@ -18,7 +18,7 @@ from tools.new import closure
 # advice on what is cut, cards that answer, the worst answers: answers, data, process, run, text, and each template.
 FOLDERS = {
     "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
-    "commands": 4_300,
+    "commands": 4_400,
     "config": 3_700,
     "data": 15_200,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
     "demo": 1_000,
