@@ -313,7 +313,7 @@ def main(config: Config) -> None:
     config = setup.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
     weights = None
     if config.recipe.class_weights == "balanced":
-        weights = data.train.labels.class_weights().to(setup.device)
+        weights = data.class_weights(config.data.mix_weights).to(setup.device)
     loss_of = partial(
         image_loss,
         model,

@@ -262,7 +262,7 @@ def main(config: Config) -> None:
     config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
     class_weights = None
     if config.class_weights == "balanced":
-        class_weights = data.train.labels.class_weights().to(setup.device)
+        class_weights = data.class_weights(config.data.mix_weights).to(setup.device)
     smoothing = config.label_smoothing
     loss_of = partial(text_loss, model, weight=class_weights, label_smoothing=smoothing)
     config = setup.rehearse(train, loss_of)  # --find_batch_size, --dress_rehearsal

@@ -93,18 +93,29 @@ class Labels:
                 held_out[members[permute(np.arange(count), len(members), (int(label),))]] = True
         return held_out
 
-    def class_weights(self) -> torch.Tensor:
+    def class_weights(
+        self, sources: dict[str, int], mix_weights: tuple[float, ...]
+    ) -> torch.Tensor:
         """[classes] fp32, inversely proportional to the class frequency; their mean over the
         samples is 1.
 
         With several labels a sample, they are those of the samples that have the class: as if as
-        many had it as had not.
+        many had it as had not. In a mixture, a sample counts as often as it is drawn.
+
+        Args:
+            sources: samples of each source of a mixture, in this order; `mix_weights`: their
+                shares, or none.
         """
-        counts = self.counts()
+        often = np.ones(len(self))
+        if mix_weights:
+            sizes = np.array([*sources.values()])
+            often = np.repeat(np.array(mix_weights) / sum(mix_weights) * len(self) / sizes, sizes)
         if self.problem_type == "multi_label":
+            counts = often @ self.values
             weights = np.maximum(len(self) - counts, 1) / counts
         else:
-            weights = len(self) / (len(counts) * counts)
+            classes = len(self.classes)
+            weights = len(self) / (classes * np.bincount(self.values, often, classes))
         return torch.from_numpy(weights.astype(np.float32))
 
     def numbered_as(self, classes: tuple[str, ...]) -> Labels:
@@ -142,6 +153,10 @@ class LabelledData:
     def problem_type(self) -> str:
         """single_label, multi_label or regression."""
         return self.train.labels.problem_type
+
+    def class_weights(self, mix_weights: tuple[float, ...]) -> torch.Tensor:
+        """[classes] fp32: see `Labels.class_weights`."""
+        return self.train.labels.class_weights(self.train.sources, mix_weights)
 
     def numbered_as(self, classes: tuple[str, ...]) -> LabelledData:
         """The same data with class numbers by the order of `classes`: the same names in another

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
@@ -124,6 +125,13 @@ class _Rows:
                     f"sample {index}: the transform changed the number of targets from {before} to "
                     f"{after}: keep it"
                 )
+            places = row.get("position_ids", np.zeros(0))
+            # a gap would begin another document
+            if not ((np.diff(places) == 1) | (places[1:] == 0)).all():
+                raise ConfigError(
+                    f"sample {index}: the transform leaves gaps in position_ids: "
+                    "number each document anew"
+                )
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[list[int]]) -> Batch:
@@ -197,8 +205,11 @@ def _workers(
     work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any
 ) -> DataLoader:
     """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items,
-    which are read as needed.
+    which are read as needed. On Linux without /dev/shm, the calling process does the work.
     """
+    if sys.platform == "linux" and not os.path.isdir("/dev/shm"):
+        num_workers = 0
+        options = {}
     return DataLoader(
         _Work(work),
         batch_sampler=items,  # type: ignore[arg-type]
@@ -221,6 +232,7 @@ def parallel_map(
         processes: None takes one for each processor; 1 works in this process.
 
     Raises:
+        ConfigError: a process was killed.
         CleanExit: raised by `work`.
     """
     processes = cores() if processes is None else processes
@@ -231,6 +243,13 @@ def parallel_map(
         with stop_signals_wait():
             results = iter(_workers(work, _and_its_error(items), processes if processes > 1 else 0))
         yield from _or_raise(results)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ConfigError(
+            "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
+            "with --preprocessing_num_workers"
+        ) from None
     finally:
         # ends the processes now: garbage collection would close files that the reader's own threads
         # close

@@ -185,11 +185,11 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
             if suffix == ".parquet":
                 yield from _read_parquet(path, cursor)
             elif not _is_json_lines(path):
-                yield from _forward(READERS.get(suffix, _read_text)(path), cursor)
+                yield from _forward(READERS.get(suffix, _read_text)(path), path, cursor)
             elif path == name_inside(path):
                 yield from _read_jsonl(path, cursor)
             else:
-                yield from _forward(_read_jsonl(path, Cursor()), cursor)
+                yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
         except OSError as error:
@@ -199,9 +199,13 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
         cursor.offset = 0
 
 
-def _forward(records: Records, cursor: Cursor) -> Records:
+def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
     """The records from the cursor on, of a file that can be read from its start only."""
-    first = cursor.number
+    if first := cursor.number:
+        note(
+            f"{path}: has no index, so it is read from its start to record {first:,}, where the "
+            "run continues"
+        )
     for cursor.number, record in enumerate(records):
         if cursor.number >= first:
             yield record

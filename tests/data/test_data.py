@@ -457,6 +457,10 @@ def test_a_transform_that_changes_what_is_counted_is_refused():
     subject.transform = lambda row: {**row, "labels": np.full_like(row["labels"], IGNORED)}
     with pytest.raises(ConfigError, match=r"sample \d+: the transform changed the number of targets from \d+ to 0: keep it"):
         plain(next(subject.windows(0, 1)))
+    subject = loader()
+    subject.transform = lambda row: {**row, "position_ids": np.array([0, 1, 0, 1, 3])}
+    with pytest.raises(ConfigError, match=r"sample \d+: the transform leaves gaps in position_ids"):
+        plain(next(subject.windows(0, 1)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

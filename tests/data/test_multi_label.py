@@ -97,7 +97,7 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
     assert one.classes == ("a|b", "c")
 
 
-def test_a_mixture_joins_the_labels_of_its_sources(tmp_path):
+def test_a_mixture_joins_the_labels_of_its_sources_and_weighs_them_as_drawn(tmp_path):
     for name, labels in {"x": ["cat", "cat|dog", "", "cat", "dog"], "y": ["owl|dog", "owl", "owl", "dog", ""]}.items():
         for number in range(5):
             paint(tmp_path / name / f"{number}.png", 0, number, (8, 8))
@@ -110,8 +110,8 @@ def test_a_mixture_joins_the_labels_of_its_sources(tmp_path):
     trained = data.train.labels.values.tolist()
     assert trained[:2] == [[1, 0, 0], [1, 1, 0]] and trained[5] == [0, 1, 1]
     assert data.validation.labels.values.tolist() == trained[:5]
-    counts = data.train.labels.counts()
-    assert data.train.labels.class_weights().tolist() == pytest.approx((10 - counts) / counts)
+    counts = np.array([1.5 * 3, 1.5 * 2 + 0.5 * 2, 0.5 * 3])
+    assert data.class_weights(config.mix_weights).tolist() == pytest.approx((10 - counts) / counts)
 
 
 def test_images_are_held_out_by_their_rarest_class():

@@ -190,6 +190,11 @@ def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
         next(results)
 
 
+def test_a_process_that_dies_ends_the_work():
+    with pytest.raises(ConfigError, match="choose fewer with --preprocessing_num_workers"):
+        list(parallel_map(exec, ["import os; os._exit(1)"] * 50, 2))
+
+
 OUTLIVED = """
 import time
 from shared.data.loader import parallel_map

@@ -11,14 +11,14 @@ from shared.process import ranks
 from shared.run import exits
 from tests.conftest import ROOT
 
-BARE = """mount -t tmpfs -o ro none "$HOME" && mount -t tmpfs none /dev && mkdir /dev/shm && mknod -m 666 /dev/null c 1 3 &&
+BARE = """mount -t tmpfs -o ro none "$HOME" && mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 &&
 mknod -m 666 /dev/urandom c 1 9 && exec "$@"
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts need root and util-linux")
 @pytest.mark.slow
-def test_a_read_only_home_and_an_ascii_console(tmp_path):
+def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     (tmp_path / "home").mkdir()
     flags = [
         "--max_steps",

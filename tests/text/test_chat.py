@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from shared import demo
-from shared.data import store
+from shared.data import records, store
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
@@ -591,6 +591,7 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(toke
 
 
 def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 100)
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("the model reads a line\n" * 40)
     train, _, _ = prepared(tokenizer, tmp_path, tmp_path / "cache", monkeypatch)
@@ -599,6 +600,7 @@ def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
 
 
 def test_of_one_long_text_the_end_is_held_out(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 4000)  # whole pieces would be a third of it
     text = "".join(f"line {number} of the text\n" for number in range(500))
     path = tmp_path / "book.txt"
     path.write_text(text)

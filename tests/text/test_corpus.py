@@ -98,7 +98,7 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
     for split, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
-        cut = [[piece for piece, _ in records.split_text(text)] for text in kept]
+        cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
         assert max(map(len, cut)) > 5
         encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
         expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]
@@ -391,7 +391,9 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
     whole = list(make().windows(0, 150))
     assert [w.epoch for w in whole][-1] == 1
     read = []
-    monkeypatch.setattr(corpus.records, "split_text", lambda text, split=records.split_text: read.append(1) or split(text))
+    monkeypatch.setattr(
+        corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
+    )
     for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
         stream = make()
         stream.place = json.loads(json.dumps(whole[step - 1].place))
@@ -401,6 +403,9 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
         assert plain(windows) == plain(whole[step : step + 1])
         said = capsys.readouterr().err
         assert f"on to step {step}, where the run continues\n" in said
+        assert ("has no index, so it is read from its start to record" in said) == (
+            not hub and form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
+        )
         assert len(read) < (40, 80)[form == "txt"]  # documents
     later = make()
     later.place = whole[99].place
