@@ -20,7 +20,7 @@ FOLDERS = {
     "answers": 1_600,  # 2026-11-28: answers to validation prompts, and their scores
     "commands": 4_400,
     "config": 3_700,
-    "data": 15_200,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
+    "data": 15_500,  # labels and the store, before in text and images; 2026-11-28: parts of rows; samples drawn many at once
     "demo": 1_000,
     "evaluation": 3_200,
     "experts": 2_100,  # 2026-11-28: products in the launch's precision, 4 bits, adapters
@@ -38,14 +38,14 @@ FOLDERS = {
 # templates of texts compute experts (700), with adapters also in 4 bits (2,100). GPUs share the tokens of rows: 2,500, and
 # 700 to 1,800 in templates that do not. full_finetune and lora_finetune take images in conversations (6,000 and hooks).
 TEMPLATES = {
-    "dpo": 87_500,
-    "full_finetune": 86_100,
-    "grpo": 84_900,  # 2026-11-28: new
-    "image_classification": 66_800,
-    "lora_finetune": 89_500,
-    "pretrain": 75_300,  # 2026-11-28: the only one that imports replicas
-    "pretrain_pipeline": 67_700,
-    "text_classification": 77_000,
+    "dpo": 87_800,
+    "full_finetune": 86_300,
+    "grpo": 85_100,  # 2026-11-28: new
+    "image_classification": 67_100,
+    "lora_finetune": 89_700,
+    "pretrain": 75_500,  # 2026-11-28: the only one that imports replicas
+    "pretrain_pipeline": 67_900,
+    "text_classification": 77_300,
 }
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),

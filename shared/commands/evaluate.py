@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from shared.data.files import matching
 from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
@@ -143,8 +144,7 @@ def main() -> None:
                 "its own command finishes it"
             )
     test = Path(options.test_file or options.test_dir).resolve()
-    if not test.exists():
-        raise ConfigError(f"{test}: no such file or folder to test on")
+    matching(test, flag="test_file" if options.test_file else "test_dir")  # refused before loading
     data = {"validation_file" if options.test_file else "validation_dir": str(test)}
     if options.eval_answers:
         data["eval_answers"] = options.eval_answers

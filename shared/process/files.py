@@ -1,6 +1,7 @@
 """Files and folders that are whole or do not exist."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,16 @@ from typing import Any
 import xxhash
 
 from shared.process import faults
+
+# The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
+_FILES_ONLY = {
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+}
 
 
 def fsync(path: Path) -> None:
@@ -26,8 +37,8 @@ def fsync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError:
-        if path.is_file():  # some file systems sync no folders
+    except OSError as error:
+        if error.errno not in _FILES_ONLY or not path.is_dir():
             raise
 
 
@@ -118,8 +129,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value
 
 
 def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

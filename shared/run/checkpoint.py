@@ -295,6 +295,7 @@ class Checkpointer:
             state.tracker_run_id = ""
             state.interval = []
             state.forget_scores()
+            on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         if manifest["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(manifest["scaler"])
         exits.at_step(state.step)

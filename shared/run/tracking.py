@@ -27,8 +27,9 @@ def tracker_name(report_to: str) -> str | None:
     if report_to == "none":
         return None
     if report_to not in {str(name) for name in get_available_trackers()}:
-        known = ", ".join(LOGGER_TYPE_TO_CLASS)
-        problem = "not installed" if report_to in known.split(", ") else f"not one of none, {known}"
+        problem = f"not one of none, {', '.join(LOGGER_TYPE_TO_CLASS)}"
+        if report_to in LOGGER_TYPE_TO_CLASS:
+            problem = f"not installed (pip install {report_to})"
         raise ConfigError(f"--report_to {report_to}: {problem}")
     return report_to
 
