@@ -8,6 +8,7 @@ from pathlib import Path
 from shared.process.errors import ConfigError
 from shared.process.printing import quieten_imports
 from shared.process.signals import clean_exit
+from shared.process.start import sleep_between_parallel_regions
 
 ROOT = Path(__file__).resolve().parents[1]
 # in tools/, which only a checkout of the templates has
@@ -36,6 +37,7 @@ def main() -> None:
             print(f"  {name:<14} {about.splitlines()[0]}")
         return
     quieten_imports()
+    sleep_between_parallel_regions()
     command = sys.argv.pop(1)
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with clean_exit():
