@@ -52,6 +52,8 @@ class DataConfig:
                 f"--mix_weights has {len(self.mix_weights)} value(s), --{source} {len(named)}: "
                 "give one for each"
             )
+        if self.mix_weights and len(self.sources()) < len(named):
+            raise ConfigError(f"--{source} names one twice: give it once, with a larger weight")
         for flag in ("train_file", "validation_file"):
             for name in getattr(self, flag):
                 if not is_url(name):
