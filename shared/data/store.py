@@ -192,7 +192,9 @@ def prepare(
             source=source.identity(),
             encode=encode.identity(),
             limit=limit,
-            code=prepared.source_of("data/store.py", "data/records.py", "data/tables.py"),
+            code=prepared.source_of(
+                "data/store.py", "data/records.py", "data/tables.py", "data/values.py"
+            ),
         )
     )
     limited = replace(source, read=lambda: islice(source.read(), limit))

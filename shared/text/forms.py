@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.data import records
 from shared.data.records import kind
+from shared.data.values import parse_json
 from shared.process.errors import ConfigError
 
 Messages = list[dict[str, Any]]
@@ -249,7 +250,7 @@ def from_cell(value: Any) -> Any:
     """CSV has no lists: people put JSON into a cell."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            return records.parse_json(value)
+            return parse_json(value)
     return value
 
 

@@ -47,6 +47,7 @@ def test_labels_of_each_kind():
     ("raw", "problem_type", "message"),
     [
         (["a", None], None, ":3: the label is null, expected a name or a number"),
+        (["a", float("nan")], None, ":3: the label is NaN, expected a name or a number"),
         ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label"),
         (["a", "a, b"], "multi_label", ":3: the label is 'a, b': write name|name for several"),
         (["a", ["a", 0.5]], "multi_label", ":3: the label is a float, expected a name or a number"),

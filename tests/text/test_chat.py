@@ -396,6 +396,11 @@ def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monk
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3)))
     talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
+    for name in ("README.md", "_SUCCESS"):
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match=f"{name}: is one text, beside files of records: to leave it out, name"):
+            prepared(chatml, tmp_path / "[!t]*", tmp_path, monkeypatch)
+        (tmp_path / name).unlink()
     train, _, _ = prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
     assert train.stores[0].notes.named("form ") == {"prompt and completion": 3, "chat messages": 2}
     with (tmp_path / "a.jsonl").open("a") as file:
