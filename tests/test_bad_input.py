@@ -77,7 +77,8 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ": not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text; save it as UTF-8"),
+        ("a.csv", b"text;label\na;b\n", ":1: ';' is between the columns: CSV has commas, TSV tabs"),
         ("a.jsonl", LINES + b'{"text": "a\n', ":41: not valid JSON ("),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
         ("a.csv", b"text,n\n" + b"a,1\n" * 30 + b"b\n", ":32: not as many fields as the header has"),

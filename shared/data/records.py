@@ -82,6 +82,8 @@ def open_sources(
         return demo, None
     if config.dataset_name:
         other = config.validation_split_name
+        if other == config.train_split_name:
+            note(_warning_of("split_name"))
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
     # every rank takes part in fetching
@@ -116,8 +118,13 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
     files = [file for file in train if file.resolve() not in not_trained]
     if left_out := len(train) - len(files):
         of_all = f"{left_out} of the {len(train)} files of --train_file"
-        note(f"--validation_file names {of_all}{': left out' * bool(files)}")
+        note(f"--validation_file names {of_all}: left out" if files else _warning_of("file"))
     return [files or train, validation]
+
+
+def _warning_of(what: str) -> str:
+    useless = "its loss says nothing about other data"
+    return f"warning: --validation_{what} names what is trained on: {useless}"
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
@@ -195,7 +202,8 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
             else:
                 yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
         except UnicodeDecodeError:
-            raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+            place = f"{path}:{_line_of_bad_bytes(path)}"
+            raise ConfigError(f"{place}: not UTF-8 text; save it as UTF-8") from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
         cursor.file += 1
@@ -240,6 +248,16 @@ def _read_text(path: Path) -> Records:
     with open_text(path) as file:
         for piece, continues in split_text(iter(partial(file.read, PIECE), "")):
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
+
+
+def _line_of_bad_bytes(path: Path) -> int:
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _json_of(path: Path, text: str, line: int = 1) -> Any:

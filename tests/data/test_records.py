@@ -1,5 +1,6 @@
 """Every format gives records with their place, and what cannot be read is one ConfigError."""
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -142,7 +143,11 @@ def test_several_files_are_read_in_order(tmp_path):
         ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
         ("a.json", '{"a": 1}\n{"a": "\\uDC00"}', ":2: ", "not valid JSON .*surrogates not allowed"),
         ("a.tsv", "a\tb\tb\n1\t2\t3\n", ":1: ", "a column is there twice .a, b, b"),
-        ("a.txt", b"a\nb\xffcd", ": ", "not UTF-8 text; save it as UTF-8"),
+        ("a.csv", "a\tb\n1\t2, 3\n", ":1: ", r"'\\t' is between the columns: CSV has commas, TSV tabs"),
+        ("a.tsv", "a,b\n1,2\n", ":1: ", "',' is between the columns"),
+        ("a.txt", b"a\nb\xffcd", ":2: ", "not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n{}\n" * 9 + b'{"a": "\xe9"}\n'), ":19: ", "not UTF-8 text; save it as UTF-8"),
+        ("a.csv", "a,b\n1,ä\n".encode("utf-16"), ":1: ", "not UTF-8 text; save it as UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_named_with_the_place(tmp_path, name, content, place, what):
@@ -273,7 +278,10 @@ def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path
     path = write(tmp_path, "a.jsonl", '{"n": 1}')
     train, validation = open_sources(DataConfig(train_file=(str(path),), validation_file=(str(path),)), demo=DEMO)
     assert list(train.read()) == list(validation.read()) and len(list(train.read())) == 1
-    assert capsys.readouterr().err == "--validation_file names 1 of the 1 files of --train_file\n"
+    useless = "names what is trained on: its loss says nothing about other data\n"
+    assert capsys.readouterr().err == f"warning: --validation_file {useless}"
+    open_sources(DataConfig(dataset_name=(str(tmp_path),), validation_split_name="train"), demo=DEMO)
+    assert capsys.readouterr().err == f"warning: --validation_split_name {useless}"
 
 
 def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):

@@ -327,7 +327,7 @@ def test_what_is_said_of_a_copy_has_the_file_s_name(server, capsys):
     read(f"{url}/a.tsv")
     said = capsys.readouterr().err
     assert "/copy-a.tsv: quotes are part of the text, since each line is a record\n" in said
-    messages = {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt: not UTF-8 text"}
+    messages = {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt:2: not UTF-8 text"}
     for name, message in messages.items():
         with pytest.raises(ConfigError) as error:
             read(f"{url}/{name}")
