@@ -153,11 +153,12 @@ def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
 
 
 def test_archives_are_not_unpacked(attempt, tmp_path):
-    for suffix in (".zip", ".tar.gz"):
+    for suffix in (".zip", ".tar.gz", ".7z"):
         path = tmp_path / f"data{suffix}"
-        path.write_bytes(b"PK\3\4 or something else")
+        path.write_bytes(b"PK\3\4 or something else \xbc\xaf")
+        message = ": an archive: unpack it" if suffix != ".7z" else ":1: not UTF-8 text"
         for template in ("pretrain", "lora_finetune"):
-            assert attempt(template, "--train_file", path).startswith(f"{path}: an archive: unpack it")
+            assert attempt(template, "--train_file", path).startswith(f"{path}{message}")
 
 
 @pytest.mark.parametrize(

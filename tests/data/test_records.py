@@ -229,10 +229,15 @@ def test_globs_are_sorted_and_recursive_and_a_name_that_looks_like_one_is_itself
 
 def test_what_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "to_nothing").symlink_to("nothing")
     for name, message in {
         "gone.jsonl": f"--train_file {tmp_path}/gone.jsonl: no such file",
         "*.csv": f"--train_file {tmp_path}/*.csv: no such file",
         "folder": f"--train_file {tmp_path}/folder: the folder holds no files",
+        "pipe": f"--train_file {tmp_path}/pipe: not a regular file",
+        "links": f"--train_file {tmp_path}/links/to_nothing: not a regular file",
     }.items():
         with pytest.raises(ConfigError) as error:
             find(tmp_path / name)
