@@ -316,6 +316,13 @@ def _checked(messages: Messages, where: str) -> Messages:
                 for call in calls
             ):
                 raise ConfigError(f"{where}: message {number} calls a tool without its name")
+            if any(
+                isinstance(from_cell(call["function"].get("arguments")), list) for call in calls
+            ):
+                raise ConfigError(
+                    f"{where}: message {number} calls a tool with a list of arguments, expected an "
+                    'object: {"city": "Rome"}, not [["city", "Rome"]]'
+                )
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
     if not any(message["role"] == "assistant" for message in read):

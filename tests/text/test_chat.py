@@ -489,12 +489,18 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
     assert learned_runs(tokenizer, ids, mask) == ["says what<|endoftext|>"]
 
 
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is an int"),
         ({"messages": "x"}, "'messages' is a str, expected a list of objects"),
+        ({"messages": [calling([["city", "Rome"]])]}, "message 1 calls a tool with a list of arguments"),
+        ({"messages": [calling('[["city", "Rome"]]')]}, "message 1 calls a tool with a list of arguments"),
         ({"messages": [3]}, "'messages' is a list, expected a list of objects"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
         ({"instruction": "x", "output": None}, "'output' is null"),
