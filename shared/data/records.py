@@ -82,8 +82,6 @@ def open_sources(
         return demo, None
     if config.dataset_name:
         other = config.validation_split_name
-        if other == config.train_split_name:
-            note(_warning_of("split_name"))
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
     # every rank takes part in fetching
@@ -118,13 +116,8 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
     files = [file for file in train if file.resolve() not in not_trained]
     if left_out := len(train) - len(files):
         of_all = f"{left_out} of the {len(train)} files of --train_file"
-        note(f"--validation_file names {of_all}: left out" if files else _warning_of("file"))
+        note(f"--validation_file names {of_all}{': left out' * bool(files)}")
     return [files or train, validation]
-
-
-def _warning_of(what: str) -> str:
-    useless = "its loss says nothing about other data"
-    return f"warning: --validation_{what} names what is trained on: {useless}"
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:

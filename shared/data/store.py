@@ -167,6 +167,8 @@ def prepare_sources(
         trained[name] = prepare(train, encode, limit=limit, processes=processes)
         if validation is not None and not (held_out and config.validation_file):
             held_out[name] = prepare(validation, encode, processes=processes)
+    if {store.identity for store in trained.values()} & {of.identity for of in held_out.values()}:
+        note("warning: the validation data are trained on, so their loss says nothing about others")
     return trained, held_out
 
 
