@@ -77,7 +77,8 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ": not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text; save it as UTF-8"),
+        ("a.csv", b"text;label\na;b\n", ":1: ';' is between the columns: CSV has commas, TSV tabs"),
         ("a.jsonl", LINES + b'{"text": "a\n', ":41: not valid JSON ("),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
         ("a.csv", b"text,n\n" + b"a,1\n" * 30 + b"b\n", ":32: not as many fields as the header has"),
@@ -152,11 +153,12 @@ def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
 
 
 def test_archives_are_not_unpacked(attempt, tmp_path):
-    for suffix in (".zip", ".tar.gz"):
+    for suffix in (".zip", ".tar.gz", ".7z"):
         path = tmp_path / f"data{suffix}"
-        path.write_bytes(b"PK\3\4 or something else")
+        path.write_bytes(b"PK\3\4 or something else \xbc\xaf")
+        message = ": an archive: unpack it" if suffix != ".7z" else ":1: not UTF-8 text"
         for template in ("pretrain", "lora_finetune"):
-            assert attempt(template, "--train_file", path).startswith(f"{path}: an archive: unpack it")
+            assert attempt(template, "--train_file", path).startswith(f"{path}{message}")
 
 
 @pytest.mark.parametrize(

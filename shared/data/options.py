@@ -41,6 +41,9 @@ class DataConfig:
             )
         if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
+        for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
+            if not self.dataset_name and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"--{name} needs --dataset_name")
         source = self._source_flag
         named = getattr(self, source)
         needs_weights = self.mix_weights or (len(named) > 1 and source != "train_file")
@@ -49,6 +52,8 @@ class DataConfig:
                 f"--mix_weights has {len(self.mix_weights)} value(s), --{source} {len(named)}: "
                 "give one for each"
             )
+        if self.mix_weights and len(self.sources()) < len(named):
+            raise ConfigError(f"--{source} names one twice: give it once, with a larger weight")
         for flag in ("train_file", "validation_file"):
             for name in getattr(self, flag):
                 if not is_url(name):

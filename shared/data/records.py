@@ -5,6 +5,7 @@ knows its place.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from shared.data.files import ARCHIVES, find_files, is_url, name_inside, open_bytes, open_text
 from shared.data.remote import fetched
 from shared.data.tables import read_table
+from shared.data.values import as_json_lines, parse_json
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import label, note
 
@@ -147,6 +149,8 @@ def kind(value: Any) -> str:
     """A value's type, for a message."""
     if value is None or value == "":
         return "null" if value is None else "empty"
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
@@ -191,7 +195,8 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
             else:
                 yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
         except UnicodeDecodeError:
-            raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+            place = f"{path}:{_line_of_bad_bytes(path)}"
+            raise ConfigError(f"{place}: not UTF-8 text; save it as UTF-8") from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
         cursor.file += 1
@@ -238,12 +243,14 @@ def _read_text(path: Path) -> Records:
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
 
 
-def parse_json(text: str) -> Any:
-    """JSON that tokenizers can take. Raises ValueError or RecursionError."""
-    value = json.loads(text)
-    if re.search(r"\\u[dD]", text):  # json accepts half of a surrogate pair; encoding refuses it
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
+def _line_of_bad_bytes(path: Path) -> int:
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _json_of(path: Path, text: str, line: int = 1) -> Any:
@@ -303,6 +310,9 @@ def _read_parquet(path: Path, cursor: Cursor) -> Records:
     number = 0
     try:
         file = pq.ParquetFile(path)
+        columns = file.schema_arrow.names
+        if len(set(columns)) < len(columns):  # a join writes them
+            raise ConfigError(f"{path}: a column is there twice ({', '.join(columns)})")
         types = {field.name: field.type for field in file.schema_arrow}
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
@@ -313,42 +323,11 @@ def _read_parquet(path: Path, cursor: Cursor) -> Records:
                 for record in batch.to_pylist():
                     if number >= first:
                         cursor.number = number
-                        plain = _as_json_lines(record, types)
-                        yield f"{path}: row {number + 1}", plain
+                        where = f"{path}: row {number + 1}"
+                        yield where, as_json_lines(record, types, where)
                     number += 1
-    except (pa.ArrowException, ValueError, RecursionError) as error:
+    except (pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None
-
-
-def _as_json_lines(record: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """A record with the values that JSON lines would hold.
-
-    Args:
-        types: Arrow's, by column.
-
-    Raises:
-        ValueError: a text that is not valid JSON.
-    """
-    return {name: _plain(value, types.get(name)) for name, value in record.items()}
-
-
-def _plain(value: Any, arrow_type: Any) -> Any:
-    """A value of an Arrow type (None: unknown) as JSON lines hold it.
-
-    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs
-    lose their nulls, since Arrow gives each the keys of all others; null content of a message
-    stays.
-    """
-    if getattr(arrow_type, "extension_name", "") == "arrow.json":
-        return None if value is None else parse_json(value)
-    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # often long
-        of_entries = getattr(arrow_type, "value_type", None)
-        return [_plain(entry, of_entries) for entry in value]
-    if isinstance(value, dict):
-        types = {field.name: field.type for field in getattr(arrow_type, "fields", ())}
-        held = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
-        return {key: _plain(entry, types.get(key)) for key, entry in held.items()}
-    return value
 
 
 def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
@@ -436,7 +415,8 @@ def load_hub(
                 record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
             if number >= first:
                 cursor.number = number
-                yield f"{name}:{split}: row {number}", _as_json_lines(record, types)
+                where = f"{name}:{split}: row {number}"
+                yield where, as_json_lines(record, types, where)
             if streaming and (number + 1) % STATES == 0:
                 cursor.file = number + 1
                 cursor.state = dataset.state_dict()

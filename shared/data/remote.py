@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,6 +21,8 @@ from shared.process.redaction import masked
 T = TypeVar("T")
 Version = tuple[int, str]  # size of a file, and its ETag or time: what tells of a change
 
+# pyarrow knows others, some of which do not tell of a change
+SCHEMES = ("http", "https", "s3", "gs", "gcs", "abfs", "abfss")
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try
 STEADY = 60.0  # seconds without an error, after which the tries are counted anew
 
@@ -31,16 +33,23 @@ def fetched(url: str) -> Path:
     Every rank calls this: the main one downloads, the others wait.
 
     Raises:
-        ConfigError: the server or store refuses, or the file changes meanwhile.
+        ConfigError: the server or store refuses, the file changes meanwhile, or the URL names no
+            file or is of a kind that is not read.
         NotNow: it does not answer, after several tries.
     """
+    address = urlsplit(url)
+    if address.scheme not in SCHEMES or not os.path.basename(address.path):
+        raise ConfigError(
+            f"{url}: expected one file, by {', '.join(SCHEMES)}; the Hub is read with "
+            "--dataset_name, or a file's https URL"
+        )
     look = _look if url.startswith("http") else _look_at_object
     download = _download if url.startswith("http") else _download_object
     version = on_main(lambda: look(url))
     is_signed = masked(url) != url  # each time anew
-    address = masked(url.partition("?")[0]) if is_signed else url
-    key = prepared.fingerprint(remote=[address, *version])
-    name = f"copy-{PurePosixPath(urlsplit(url).path).name}"  # readers look at its end
+    place = masked(url.partition("?")[0]) if is_signed else url
+    key = prepared.fingerprint(remote=[place, *version])
+    name = f"copy-{os.path.basename(address.path)}"  # readers look at its end
 
     def build(folder: Path) -> None:
         print_main(f"fetching {label(url)}: {version[0]:,} bytes")
@@ -64,6 +73,9 @@ def read_once(url: str, most: int) -> bytes:
                 content += block
                 if len(content) > most:
                     raise ConfigError(f"{url}: it has more than {most:,} bytes")
+            size = _size_of(response)
+            if size.isdecimal() and len(content) != int(size):
+                raise _ended(len(content), int(size))
             return content
 
     return _tried(url, read)
@@ -82,12 +94,22 @@ def _look(url: str) -> Version:
 
 def _version_of(url: str, response: Any) -> Version:
     headers = response.headers
-    size = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    size = _size_of(response)
     tag = headers.get("ETag") or headers.get("Last-Modified")
     if tag is None or not size.isdecimal():
         unseen = "the server gives no size, or no ETag and no time, so a change could not be seen"
         raise ConfigError(f"{url}: {unseen}: download it")
     return int(size), tag
+
+
+def _size_of(response: Any) -> str:
+    """The bytes of the whole file, as the server says; no number if it does not know them."""
+    headers = response.headers
+    return headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+
+
+def _ended(sent: int, size: int) -> ConnectionError:
+    return ConnectionError(f"the server sent {sent:,} of {size:,} bytes")
 
 
 def _changed(url: str) -> ConfigError:
@@ -103,15 +125,20 @@ def _download(url: str, version: Version, into: Path) -> None:
     ):
 
         def go_on() -> None:
-            """Append what is missing: all of it, or what follows the place where a try broke."""
-            with _opened(url, file.tell()) as response:
-                if _version_of(url, response) != version:
-                    raise _changed(url)
-                if response.status_code != 206:  # a server that always sends the whole
-                    file.seek(0)
-                    file.truncate()
-                for block in response.iter_raw():
-                    written.write(block)
+            """Append what is missing: all of it, or what follows the place where a try broke. An
+            answer may hold less than was asked for.
+            """
+            while (place := file.tell()) != version[0]:
+                with _opened(url, place) as response:
+                    if _version_of(url, response) != version:
+                        raise _changed(url)
+                    if response.status_code != 206:  # a server that always sends the whole
+                        file.seek(0)
+                        file.truncate()
+                    for block in response.iter_raw():
+                        written.write(block)
+                if file.tell() <= place:
+                    raise _ended(place, version[0])
 
         _tried(url, go_on)
 
@@ -127,6 +154,9 @@ def _opened(url: str, place: int, last: str = "") -> Iterator[Any]:
     # and a login in the URL stays with its host.
     with httpx2.stream("GET", url, headers=headers, timeout=30, follow_redirects=True) as response:
         response.raise_for_status()
+        begins = response.headers.get("Content-Range", "")
+        if response.status_code == 206 and not begins.startswith(f"bytes {place}-"):
+            raise ConfigError(f"{url}: the server sends other bytes than asked for: download it")
         yield response
 
 
@@ -144,7 +174,7 @@ def _tried(url: str, work: Callable[[], T]) -> T:
         began = time.monotonic()
         try:
             return work()
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (ConnectionError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             answer = getattr(error, "response", None)
             reason = first_line(error)
             if answer is not None:
@@ -177,7 +207,7 @@ def _download_object(url: str, version: Version, into: Path) -> None:
     with _refusals(url):
         files, path = fs.FileSystem.from_uri(url)
         fs.copy_files(path, os.fspath(into), source_filesystem=files)
-    if _look_at_object(url) != version:
+    if _look_at_object(url) != version or into.stat().st_size != version[0]:
         raise _changed(url)
 
 

@@ -167,6 +167,8 @@ def prepare_sources(
         trained[name] = prepare(train, encode, limit=limit, processes=processes)
         if validation is not None and not (held_out and config.validation_file):
             held_out[name] = prepare(validation, encode, processes=processes)
+    if {store.identity for store in trained.values()} & {of.identity for of in held_out.values()}:
+        note("warning: the validation data are trained on, so their loss says nothing about others")
     return trained, held_out
 
 
@@ -192,7 +194,9 @@ def prepare(
             source=source.identity(),
             encode=encode.identity(),
             limit=limit,
-            code=prepared.source_of("data/store.py", "data/records.py", "data/tables.py"),
+            code=prepared.source_of(
+                "data/store.py", "data/records.py", "data/tables.py", "data/values.py"
+            ),
         )
     )
     limited = replace(source, read=lambda: islice(source.read(), limit))

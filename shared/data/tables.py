@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             columns: list[str] = next(reader, [])
             if len(set(columns)) < len(columns):  # csv would keep the last one without a word
                 raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
+            if len(columns) == 1 and (wrong := re.search("[;\t,]", columns[0])):
+                raise ConfigError(
+                    f"{path}:1: {wrong[0]!r} is between the columns: CSV has commas, TSV tabs"
+                )
             begins = reader.line_num + 1
             for cells in filter(None, reader):
                 if len(cells) != len(columns):

@@ -160,7 +160,7 @@ def _prepare(config: ImageConfig) -> _Part:
             columns=[config.image_column, config.label_column, config.problem_type],
             decoder=PIL.__version__,
             code=prepared.source_of(
-                "images", "data/labels.py", "data/records.py", "data/tables.py"
+                *("images", "data/labels.py", "data/records.py", "data/tables.py", "data/values.py")
             ),
         )
 

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shared.data import records
 from shared.data.files import find_files
 from shared.data.loader import parallel_map
+from shared.data.values import parse_json
 from shared.images.decoding import SUFFIXES, Part, read
 from shared.images.options import ImageConfig
 from shared.images.sources import VALIDATION, Listed, column_of, count_others
@@ -172,7 +172,7 @@ def _record(part: Part, name: str, where: str) -> dict[str, Any]:
     """What a member says: an object of JSON, or its text under its own name."""
     try:
         text = read(part).decode()
-        value = records.parse_json(text) if name.lower() == "json" else None
+        value = parse_json(text) if name.lower() == "json" else None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: cannot be read ({error})") from None
     return value if isinstance(value, dict) else {name.lower(): text.strip()}

@@ -203,12 +203,23 @@ class ToSamples:
     def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """(form, place, record). All records of a file are expected to have the form of its
         first.
+
+        Raises:
+            ConfigError: a file without records, such as a README.md, among files of records.
         """
         forms: dict[str, str] = {}
+        text = ""  # a file that is one text
         for where, record in source.read():
             file = where.rpartition(":")[0]
+            text = text if file else where
             if file not in forms:
                 forms[file] = self.recognise(record, where)
+                if text and len({*forms.values()}) > 1:
+                    raise ConfigError(
+                        f"{text}: is one text, beside files of records: to leave it out, name the "
+                        "files, as in 'FOLDER/*.jsonl'; to learn it, write it as JSON lines, "
+                        '{"text": ...}'
+                    )
             yield forms[file], where, parse_json_messages(record, where)
 
     def size(self, item: tuple[str, str, dict[str, Any]]) -> int:

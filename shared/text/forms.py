@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.data import records
 from shared.data.records import kind
+from shared.data.values import parse_json
 from shared.process.errors import ConfigError
 
 Messages = list[dict[str, Any]]
@@ -249,7 +250,7 @@ def from_cell(value: Any) -> Any:
     """CSV has no lists: people put JSON into a cell."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            return records.parse_json(value)
+            return parse_json(value)
     return value
 
 
@@ -315,6 +316,13 @@ def _checked(messages: Messages, where: str) -> Messages:
                 for call in calls
             ):
                 raise ConfigError(f"{where}: message {number} calls a tool without its name")
+            if any(
+                isinstance(from_cell(call["function"].get("arguments")), list) for call in calls
+            ):
+                raise ConfigError(
+                    f"{where}: message {number} calls a tool with a list of arguments, expected an "
+                    'object: {"city": "Rome"}, not [["city", "Rome"]]'
+                )
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
     if not any(message["role"] == "assistant" for message in read):

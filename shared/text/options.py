@@ -14,9 +14,9 @@ Length = Annotated[int, within(at_least=8)]
 class TextConfig(DataConfig):
     """Text."""
 
-    eval_samples: Free[int] = 256  # Validation samples that one evaluation uses, at most
+    eval_samples: Free[Count] = 256  # Validation samples that one evaluation uses, at most
     # Processes that tokenise; if not given, one per processor
-    preprocessing_num_workers: Free[int | None] = None
+    preprocessing_num_workers: Free[CountOrZero | None] = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LabelledTextConfig(DataConfig):
     # Percentage of each class to hold out if no validation data is named
     validation_split_percentage: Percentage = 10.0
     # Processes that tokenise; if not given, one per processor
-    preprocessing_num_workers: Free[int | None] = None
+    preprocessing_num_workers: Free[CountOrZero | None] = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CorpusConfig(TextConfig):
     """Text and tokenizer."""
 
     # Validation samples that one evaluation uses, at most; with streaming, so many are held out
-    eval_samples: int = 256
+    eval_samples: Count = 256
     text_column: str = "text"  # Column or key of the text
     isolate_documents: bool = False  # Keep documents in one sequence from attending to each other
     # Read and tokenise during training, and keep nothing on disk; see shuffle_window

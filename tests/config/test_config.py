@@ -20,6 +20,7 @@ from shared.config import parse as configs
 from shared.config.options import BatchConfig, EvaluationConfig, OptimConfig, SpeedConfig
 from shared.config.types import Count, Free, Positive, Rule, Steps, within
 from shared.data.options import DataConfig
+from shared.images.options import ImageConfig
 from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.signals import clean_exit
@@ -420,6 +421,17 @@ def test_a_value_out_of_its_range_is_refused():
             assert message.startswith(f"--{flag.split('=')[0]} must be ")
 
 
+def test_every_number_has_bounds(templates):
+    for path in TEMPLATES.glob("*.py"):
+        for name, flag in configs.flags(load_template(path.stem).Config).items():
+            assert not {int, float} & {*flag.parts} or any(isinstance(part, Rule) for part in flag.parts), name
+    message = refused(configs.parse, templates.pretrain.Config, ["--eval_samples", "0"])
+    assert message == "--eval_samples must be at least 1, not 0"
+
+
+SIGNED = "https://h/a.jsonl?X-Amz-Signature=0123456789abcdef"
+
+
 @pytest.mark.parametrize(
     ("group", "values", "message"),
     [
@@ -427,6 +439,11 @@ def test_a_value_out_of_its_range_is_refused():
         (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
+        (DataConfig, {"dataset_config_name": "en"}, "--dataset_config_name needs --dataset_name"),
+        (DataConfig, {"train_split_name": "test"}, "--train_split_name needs --dataset_name"),
+        (ImageConfig, {"validation_split_name": "test"}, "--validation_split_name needs --dataset_name"),
+        (ImageConfig, {"train_dir": (Path("/tmp"), Path("/tmp/.")), "mix_weights": (1, 2)}, "--train_dir names one twice"),
+        (DataConfig, {"train_file": 2 * (SIGNED,), "mix_weights": (1, 2)}, "--train_file names one twice"),
         (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming does not work with --preprocess_only"),
         (ChatConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
     ],

@@ -47,8 +47,13 @@ def test_labels_of_each_kind():
     ("raw", "problem_type", "message"),
     [
         (["a", None], None, ":3: the label is null, expected a name or a number"),
+        (["a", float("nan")], None, ":3: the label is NaN, expected a name or a number"),
         ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label"),
         (["a", "a, b"], "multi_label", ":3: the label is 'a, b': write name|name for several"),
+        (["a", ["b"]], "single_label", ":3: the label is a list, expected a name or a number; --problem_type multi_label"),
+        (["a", " "], None, ":3: the label is empty, expected a name or a number"),
+        (["a", ["a", ""]], "multi_label", ":3: the label is empty, expected a name or a number"),
+        ([0.5, [1.5]], "regression", ":3: the label is [1.5], expected a number"),
         (["a", ["a", 0.5]], "multi_label", ":3: the label is a float, expected a name or a number"),
         (["a", {}], "multi_label", ":3: the label is a dict, expected a name or a number"),
         ([1, "x"], "regression", ":3: the label is 'x', expected a number"),

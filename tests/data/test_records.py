@@ -1,5 +1,6 @@
 """Every format gives records with their place, and what cannot be read is one ConfigError."""
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -142,7 +143,11 @@ def test_several_files_are_read_in_order(tmp_path):
         ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
         ("a.json", '{"a": 1}\n{"a": "\\uDC00"}', ":2: ", "not valid JSON .*surrogates not allowed"),
         ("a.tsv", "a\tb\tb\n1\t2\t3\n", ":1: ", "a column is there twice .a, b, b"),
-        ("a.txt", b"a\nb\xffcd", ": ", "not UTF-8 text; save it as UTF-8"),
+        ("a.csv", "a\tb\n1\t2, 3\n", ":1: ", r"'\\t' is between the columns: CSV has commas, TSV tabs"),
+        ("a.tsv", "a,b\n1,2\n", ":1: ", "',' is between the columns"),
+        ("a.txt", b"a\nb\xffcd", ":2: ", "not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n{}\n" * 9 + b'{"a": "\xe9"}\n'), ":19: ", "not UTF-8 text; save it as UTF-8"),
+        ("a.csv", "a,b\n1,ä\n".encode("utf-16"), ":1: ", "not UTF-8 text; save it as UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_named_with_the_place(tmp_path, name, content, place, what):
@@ -224,10 +229,15 @@ def test_globs_are_sorted_and_recursive_and_a_name_that_looks_like_one_is_itself
 
 def test_what_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "to_nothing").symlink_to("nothing")
     for name, message in {
         "gone.jsonl": f"--train_file {tmp_path}/gone.jsonl: no such file",
         "*.csv": f"--train_file {tmp_path}/*.csv: no such file",
         "folder": f"--train_file {tmp_path}/folder: the folder holds no files",
+        "pipe": f"--train_file {tmp_path}/pipe: not a regular file",
+        "links": f"--train_file {tmp_path}/links/to_nothing: not a regular file",
     }.items():
         with pytest.raises(ConfigError) as error:
             find(tmp_path / name)

@@ -13,6 +13,7 @@ import sys
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,6 +50,9 @@ class Server(ThreadingHTTPServer):
         self.redirects: dict[str, str] = {}
         self.ranges = self.tags = True
         self.drops: list[int] = []  # the next bodies end after so many bytes
+        self.most = 10**9  # bytes of one answer
+        self.chunked = False  # its length is not said, so that a short one looks whole
+        self.shift = 0  # answers begin so many bytes before what was asked for
         self.before_body = lambda: None
         self.requests: list[tuple[str, str, str]] = []  # (method, path with query, Range)
         self.logins: list[str | None] = []
@@ -89,8 +93,18 @@ class Handler(BaseHTTPRequestHandler):
             first, last = part.removeprefix("bytes=").split("-")
             if int(first) >= len(content):
                 return self.answer(416, Content_Range=f"bytes */{len(content)}")
-            body = content[int(first) : int(last) + 1 if last else None]
-            status, headers["Content-Range"] = 206, f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}"
+            first = max(0, int(first) - server.shift)
+            body = content[first : int(last) + 1 if last else None]
+            if not server.chunked:
+                body = body[: server.most]
+            status, headers["Content-Range"] = 206, f"bytes {first}-{first + len(body) - 1}/{len(content)}"
+        if server.chunked and len(body) > 1:
+            self.send_response(status)
+            for name, value in (headers | {"Transfer-Encoding": "chunked"}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            part = body[: server.most]
+            return self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(part), part))
         self.answer(status, Content_Length=len(body), **headers)
         if self.command == "GET" and len(body) > 1:
             cut = server.drops.pop(0) if server.drops else len(body)
@@ -200,6 +214,36 @@ def test_a_dropped_connection_is_taken_up_where_it_broke(server, ranges):
         assert server.sent == len(content)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_that_holds_less_than_was_asked_for_is_not_the_file(server, tmp_path, chunked):
+    server.files["/a.jsonl"], server.most, server.chunked = ROWS, 100_000, chunked
+    assert len(read(f"{server.root}/a.jsonl")) == 20_000
+    parts = [part for _, _, part in server.requests]
+    assert parts == ["bytes=0-0", *(f"bytes={place}-" for place in range(0, len(ROWS), 100_000))]
+    with pytest.raises(NotNow, match="the server sent 100,000 of"):
+        remote.read_once(f"{server.root}/a.jsonl", 10**6)
+    server.files["/b.jsonl"], server.most = ROWS, 0  # nothing comes
+    if chunked:
+        with pytest.raises(NotNow, match=rf"the server sent 0 of {len(ROWS):,} bytes \(4 tries\)"):
+            read(f"{server.root}/b.jsonl")
+
+
+def test_a_part_that_begins_elsewhere_is_not_appended(server, tmp_path):
+    server.files["/a.jsonl"], server.drops, server.shift = ROWS, [100_000], 30_000
+    with pytest.raises(ConfigError, match=r"a\.jsonl: the server sends other bytes than asked for: download it"):
+        read(f"{server.root}/a.jsonl")
+    assert {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+
+
+def test_a_store_s_copy_has_the_store_s_size(server, monkeypatch):
+    from pyarrow import fs
+
+    server.files["/b/a.jsonl"] = ROWS
+    monkeypatch.setattr(fs, "copy_files", lambda _path, into, **_: Path(into).write_bytes(ROWS[:100]))
+    with pytest.raises(ConfigError, match=r"s3://b/a\.jsonl: it was changed while this run read it"):
+        read("s3://b/a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("scheme", "name"),
     # In s3, pyarrow tries for 6 seconds itself.
@@ -283,7 +327,7 @@ def test_what_is_said_of_a_copy_has_the_file_s_name(server, capsys):
     read(f"{url}/a.tsv")
     said = capsys.readouterr().err
     assert "/copy-a.tsv: quotes are part of the text, since each line is a record\n" in said
-    messages = {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt: not UTF-8 text"}
+    messages = {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt:2: not UTF-8 text"}
     for name, message in messages.items():
         with pytest.raises(ConfigError) as error:
             read(f"{url}/{name}")
@@ -326,7 +370,13 @@ def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(serv
 
 
 @pytest.mark.parametrize(
-    ("url", "what"), [("ftp://h/a.jsonl", "ftp://h/a.jsonl: .*ftp"), ("s3://b/*.jsonl", "does not exist")]
+    ("url", "what"),
+    [
+        ("ftp://h/a.jsonl", r"ftp://h/a.jsonl: expected one file, by http, .*; the Hub is read with --dataset_name"),
+        ("hf://datasets/org/name/a.jsonl", "expected one file, by http"),  # pyarrow reads it, and sees no change
+        ("https://h/folder/", "expected one file"),  # a web page
+        ("s3://b/*.jsonl", "does not exist"),
+    ],
 )
 def test_what_no_store_has_is_refused(server, url, what):
     with pytest.raises(ConfigError, match=what):

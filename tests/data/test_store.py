@@ -208,3 +208,23 @@ def test_notes_of_batches_add_up_and_the_first_place_stays():
     notes.update(later)
     assert notes.counts == {"seen": 3, "form x": 1} and notes.first == {"seen": "a:1"}
     assert notes.named("form ") == {"x": 1}
+
+
+def test_validation_data_that_are_trained_on_are_told(tmp_path, text_file, tiny_model, capsys):
+    """A file named for both, a copy of it, and a split named for both."""
+    encode = corpus.EncodeDocuments(AutoTokenizer.from_pretrained(tiny_model), "text")
+    (tmp_path / "copy.jsonl").write_bytes(text_file.read_bytes())
+    (tmp_path / "other.jsonl").write_text('{"text": "the model reads"}\n')
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(text_file.read_bytes())
+    hub = {"dataset_name": (str(tmp_path / "set"),)}
+    for flags, is_told in (
+        ({"train_file": (text_file,), "validation_file": (text_file,)}, True),
+        ({"train_file": (text_file,), "validation_file": (tmp_path / "copy.jsonl",)}, True),
+        (hub | {"validation_split_name": "train"}, True),
+        ({"train_file": (text_file,), "validation_file": (tmp_path / "other.jsonl",)}, False),
+        ({"train_file": (text_file,)}, False),
+    ):
+        named = {key: tuple(map(str, value)) if "file" in key else value for key, value in flags.items()}
+        store.prepare_sources(CorpusConfig(**named, preprocessing_num_workers=1), encode)
+        assert ("warning: the validation data are trained on" in capsys.readouterr().err) is is_told

@@ -1,6 +1,8 @@
 """Tables give the records that were written, whatever wrote them: or the run says what they cannot tell."""
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -53,8 +55,63 @@ def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
             assert [record for _, record in load_hub(str(tmp_path / folder), None, "train", streaming=streaming)] == records
     json_text = pa.array(["[1", None], pa.string()).cast(pa.json_())
     pq.write_table(pa.table({"t": json_text}), tmp_path / "bad.parquet")
-    with pytest.raises(ConfigError, match=r"bad.parquet: not valid Parquet"):
+    with pytest.raises(ConfigError, match=r"bad.parquet: row 1: 't' is not valid JSON \(Expecting ',' delimiter"):
         read(tmp_path / "bad.parquet")
+
+
+def test_typed_values_of_parquet_are_those_that_json_lines_hold(tmp_path):
+    """MAP columns (2023, https://github.com/apache/arrow/issues/39010) came as pairs, wherever they stand.
+
+    A tool call was learned as `[["city", "Rome"]]`, and a date in it as `"<date>"`. Decimals of a data base were no labels.
+    """
+    text = pa.string()
+    arguments = pa.map_(text, text)
+    call = pa.struct({"name": text, "arguments": arguments, "other": text})
+    columns = {
+        "top": pa.array([[("city", "Rome"), ("unit", None)]], arguments),
+        "calls": pa.array([[None, {"name": "w", "arguments": [("city", "Rome")]}, {"name": "v"}]], pa.list_(call)),
+        "deep": pa.array(
+            [[(1, [[("a", {"name": "w", "arguments": []})]])]], pa.map_(pa.int8(), pa.list_(pa.map_(text, call)))
+        ),
+        "empty": pa.array([[]], pa.list_(call)),
+        "when": pa.array([{"day": date(2026, 11, 29), "sum": Decimal("1.50")}]),
+        "label": pa.array([Decimal("2.00")]),
+        "numbers": pa.array([[1, 2]]),
+        "bytes": pa.array([b"PNG"]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert read(tmp_path / "t.parquet") == [
+        {
+            "top": {"city": "Rome", "unit": None},
+            "calls": [None, {"name": "w", "arguments": {"city": "Rome"}}, {"name": "v"}],
+            "deep": {"1": [{"a": {"name": "w", "arguments": {}}}]},
+            "empty": [],
+            "when": {"day": "2026-11-29", "sum": 1.5},
+            "label": 2,
+            "numbers": [1, 2],
+            "bytes": b"PNG",
+        }
+    ]
+    twice = pa.array([[("city", "Rome"), ("city", "Oslo")]], arguments)
+    pq.write_table(pa.table({"a": twice}), tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match=r"row 1: 'a' is not valid JSON \(a key is there twice: city, city\)"):
+        read(tmp_path / "twice.parquet")
+    for streaming in (False, True):
+        with pytest.raises(ConfigError, match=r"Arrow type map<.* does not have a datasets dtype"):
+            list(load_hub(str(tmp_path), None, "train", streaming=streaming))
+
+
+def test_two_columns_or_keys_of_one_name_are_refused(tmp_path):
+    """An ordinary join writes them (2026, https://github.com/apache/datafusion/issues/24381): the last was learned."""
+    left = pa.table({"text": ["good"], "label": ["pos"]})
+    pq.write_table(left.append_column("label", pa.array(["a"])), tmp_path / "t.parquet")
+    write(tmp_path / "t.jsonl", '{"text": "b"}\n{"text": "good", "label": {"a": 1, "b": 2, "a": 1}}\n')
+    write(tmp_path / "t.json", '[{"text": "good",\n"text": "bad"}]')
+    messages = {"parquet": "twice (text, label, label)", "jsonl": "2: not valid JSON (a key is there twice: a, b, a)"}
+    for kind, message in (messages | {"json": "1: not valid JSON (a key is there twice: text, text)"}).items():
+        with pytest.raises(ConfigError) as error:
+            read(tmp_path / f"t.{kind}")
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -396,6 +396,11 @@ def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monk
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3)))
     talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
+    for name in ("README.md", "_SUCCESS"):
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match=f"{name}: is one text, beside files of records: to leave it out, name"):
+            prepared(chatml, tmp_path / "[!t]*", tmp_path, monkeypatch)
+        (tmp_path / name).unlink()
     train, _, _ = prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
     assert train.stores[0].notes.named("form ") == {"prompt and completion": 3, "chat messages": 2}
     with (tmp_path / "a.jsonl").open("a") as file:
@@ -484,12 +489,18 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
     assert learned_runs(tokenizer, ids, mask) == ["says what<|endoftext|>"]
 
 
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is an int"),
         ({"messages": "x"}, "'messages' is a str, expected a list of objects"),
+        ({"messages": [calling([["city", "Rome"]])]}, "message 1 calls a tool with a list of arguments"),
+        ({"messages": [calling('[["city", "Rome"]]')]}, "message 1 calls a tool with a list of arguments"),
         ({"messages": [3]}, "'messages' is a list, expected a list of objects"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
         ({"instruction": "x", "output": None}, "'output' is null"),
