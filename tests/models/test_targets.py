@@ -51,6 +51,13 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
     assert class_of(encoder_decoder) is transformers.AutoModelForCausalLM
 
 
+def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint):
+    """It gets no gradient, for which DDP would wait."""
+    model = load_causal_lm(checkpoint("ernie4_5_moe"), attn_implementation="auto")
+    frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
+
+
 @pytest.mark.parametrize(
     ("family", "flags", "modules", "parameters", "left_out"),
     [

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from shared.parallel import sharding
 from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
@@ -253,6 +255,13 @@ def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
     with pytest.raises(ConfigError, match=message):
         tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
+
+
+def test_a_model_that_keeps_weights_in_fp32_beside_bf16_ones_is_not_sharded():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=None), parallelism_config=None)
+    with pytest.raises(ConfigError, match=r"keeps 2 weights in fp32, such as 0\.weight, which FSDP cannot shard together"):
+        sharding._shard(accelerator, model, [], replicas=False)
 
 
 @pytest.mark.slow
