@@ -76,6 +76,8 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{folder}: format {manifest['format']!r}, but this version reads only {FORMAT}"
             )
+        if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
+            raise CheckpointError(f"{folder}: holds step {manifest['step']}: was it renamed?")
         for name, expected in manifest["files"].items():
             if digest(folder / name) != expected:
                 raise CheckpointError(f"{folder}: {name} is damaged")

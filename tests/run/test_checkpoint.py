@@ -290,3 +290,31 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     capsys.readouterr()
     assert saver.resume().step == 2
     assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
+
+
+def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tracker(tmp_path, capsys):
+    make(tmp_path / "one")[2].save(TrainState(step=1, tracker_run_id="abc", best_step=1))
+    shutil.copytree(tmp_path / "one", tmp_path / "whole")
+    shutil.copytree(tmp_path / "one" / "checkpoint-000001", tmp_path / "part" / "checkpoint-000001")
+    for name in ("whole", "part"):
+        state = make(tmp_path / name)[2].resume()
+        assert (state.tracker_run_id, state.best_step) == ("", 1)
+        assert f"is a copy, saved in {tmp_path}/one: the tracker gets another run" in capsys.readouterr().err
+    assert make(tmp_path / "one")[2].resume().tracker_run_id == "abc"
+
+
+@pytest.mark.parametrize("name", ["000004", "000001"])
+def test_a_checkpoint_under_another_step_s_name_is_not_used(tmp_path, capsys, name):
+    """Otherwise its step would not be saved, or each start would go back."""
+    model, optimizers, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=2))
+    saver.save(TrainState(step=3))
+    (saver.run_dir / "checkpoint-000003").rename(saver.run_dir / f"checkpoint-{name}")
+    _, _, saver = make(tmp_path / "run")
+    assert saver.resume().step == 2
+    assert (f"checkpoint-{name}: holds step 3: was it renamed?" in capsys.readouterr().err) is (name == "000004")
+    saver.save(TrainState(step=4))
+    assert saver.resume().step == 4
+    with pytest.raises(CheckpointError, match="holds step 4: was it renamed"):
+        shutil.move(saver.run_dir / "checkpoint-000004", tmp_path / "checkpoint-000005")
+        make(tmp_path / "new", resume_from_checkpoint=tmp_path / "checkpoint-000005")[2].resume()
