@@ -39,8 +39,11 @@ class DataConfig:
             raise ConfigError(
                 "--train_file and --dataset_name both name the training data: drop one of them"
             )
-        if self.validation_file and (self.is_demo or self.dataset_name):
-            raise ConfigError("--validation_file needs --train_file")
+        if self.validation_file and (self.is_demo or self.validation_split_name):
+            raise ConfigError(
+                "--validation_file needs --train_file or --dataset_name, and no "
+                "--validation_split_name"
+            )
         source = self._source_flag
         named = getattr(self, source)
         needs_weights = self.mix_weights or (len(named) > 1 and source != "train_file")

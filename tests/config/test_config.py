@@ -426,7 +426,7 @@ def test_a_value_out_of_its_range_is_refused():
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
         (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
-        (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
+        (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file or --dataset_name"),
         (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming does not work with --preprocess_only"),
         (ChatConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
     ],

@@ -306,7 +306,7 @@ def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tra
 @pytest.mark.parametrize("name", ["000004", "000001"])
 def test_a_checkpoint_under_another_step_s_name_is_not_used(tmp_path, capsys, name):
     """Otherwise its step would not be saved, or each start would go back."""
-    model, optimizers, saver = make(tmp_path / "run")
+    _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=2))
     saver.save(TrainState(step=3))
     (saver.run_dir / "checkpoint-000003").rename(saver.run_dir / f"checkpoint-{name}")
