@@ -318,3 +318,12 @@ def test_a_checkpoint_under_another_step_s_name_is_not_used(tmp_path, capsys, na
     with pytest.raises(CheckpointError, match="holds step 4: was it renamed"):
         shutil.move(saver.run_dir / "checkpoint-000004", tmp_path / "checkpoint-000005")
         make(tmp_path / "new", resume_from_checkpoint=tmp_path / "checkpoint-000005")[2].resume()
+
+
+def test_verify_resume_hands_on_a_file_of_settings_as_it_is_written(tmp_path):
+    given = "seed: 010\nmax-steps: 9\nlr: 1e-4\nvalidation_file: ~\nnames: [on, 'on', 1_0]\nsave_steps: 2\n"
+    (tmp_path / "given.yaml").write_text(given)
+    kept = verify_resume.without_ours(["train.py", f"--config={tmp_path}/given.yaml", "--no-deterministic"], tmp_path)
+    assert kept == ["train.py", "--config", f"{tmp_path}/config.yaml"]
+    expected = "seed: 010\nlr: 1e-4\nvalidation_file: ~\nnames: [on, 'on', 1_0]\n"
+    assert (tmp_path / "config.yaml").read_text() == expected
