@@ -108,7 +108,9 @@ def evaluate(
     if done.returncode:
         shutil.rmtree(folder)
         cause = re.search(r"^error: (.*)", done.stderr, re.M)
-        raise CleanExit(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
+        if cause is None:  # probably a traceback
+            print(done.stderr[-4000:], file=sys.stderr)
+        raise CleanExit(cause[1] if cause else "the template ended with an error")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point

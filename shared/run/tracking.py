@@ -109,7 +109,10 @@ class Tracker:
             self.accelerator.trackers.clear()
             wandb.teardown()  # its service still holds the run's id
             options["mode"] = "offline"
-            self.accelerator.init_trackers(project, settings, {"wandb": options})
+            try:
+                self.accelerator.init_trackers(project, settings, {"wandb": options})
+            except wandb.errors.Error as refused:  # nor without a network: it is what was asked for
+                raise ConfigError(f"W&B refuses this run ({first_line(refused)})") from None
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
             print_main(

@@ -241,6 +241,16 @@ def test_one_process_rehearses_what_it_is_launched_as(flags, reference, tmp_path
     assert done.losses == pytest.approx(reference["pretrain"].losses, rel=1e-5)
 
 
+def test_adapters_with_norms_of_whole_weights_are_not_cut():
+    import peft
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+    model = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="tensor parallelism does not work with --use_dora"):
+        tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="cpu"))
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "ranks", "message"),
     [

@@ -21,7 +21,7 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
 from shared.run import checkpoint_files
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import CheckpointError, checkpoints, find
+from shared.run.checkpoint_files import CheckpointError, checkpoints, find, verify
 from shared.run.folder import _lock
 from shared.run.state import TrainState
 from shared.training import optim
@@ -106,7 +106,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     elif damage == "truncate":
         path.write_bytes(content[: len(content) // 2])
     else:
-        place = len(content) // 2 if name != "MANIFEST.json" else 0
+        place = len(content) // 2 if name != "MANIFEST.json" else content.index(b'"targets": ') + 11
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     assert saver.resume().step == 1
     assert "checkpoint-000002" in capsys.readouterr().err
@@ -187,6 +187,7 @@ def replace_file(folder, name, content):
     """With a manifest that agrees: who can write one file can write them all."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["sha256"]
     manifest["files"][name] = digest(folder / name)
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
@@ -206,6 +207,16 @@ def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
         with pytest.raises((CheckpointError, SafetensorError)):
             saver.resume()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_of_another_checkpoint_in_it_is_named(tmp_path):
+    """Such as of more ranks, copied to the same place: its tensors would be taken for this one's."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    folder = saver.run_dir / "checkpoint-000001"
+    shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is of another checkpoint: remove it"):
+        verify(folder)
 
 
 def test_a_best_one_that_is_damaged_leaves_the_last_weights(tmp_path, capsys):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.commands.evaluate import settings, titles
-from shared.process.errors import ConfigError
+from shared.commands.evaluate import evaluate, settings, titles
+from shared.process.errors import CleanExit, ConfigError
 from tests.conftest import ACCELERATE, ROOT, Run, run, run_here, slow
 
 
@@ -69,6 +69,15 @@ def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_pa
     run_here(template, "--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "again")
     (row,) = [row for row in Run(tmp_path / "again", 0, "").rows if "eval_loss" in row]
     assert row["step"] == 0
+
+
+@pytest.mark.parametrize(("said", "message"), [("error: no labels", "no labels"), ("KeyError: 1", "ended with an error")])
+def test_a_template_that_fails_is_a_line_and_what_it_said(tmp_path, capsys, said, message):
+    (tmp_path / "config.yaml").write_text("train_file: [x]\n")
+    command = [sys.executable, "-c", f"raise SystemExit({said!r})"]
+    with pytest.raises(CleanExit, match=message):
+        evaluate(tmp_path, tmp_path / "final", {"validation_file": "x"}, tmp_path / "evaluations/x/final", command)
+    assert (said in capsys.readouterr().err.splitlines()) is (said == "KeyError: 1")
 
 
 def test_each_run_has_a_column_of_its_own():
