@@ -117,6 +117,10 @@ def test_parameters_can_be_named(checkpoint):
     assert named.target_parameters == ["experts.down_proj"]
     with pytest.raises(ConfigError, match="--lora_target_modules qproj: the model has no module of that name"):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
+    base = load_causal_lm(checkpoint("mistral_large4"), attn_implementation="auto")
+    for name in ("experts.down_proj", "shared_experts.up_proj"):  # its adapter, and what is merged, would be empty
+        with pytest.raises(ConfigError, match=f"PEFT would not load that of model.language_model.layers.1.mlp.{name}"):
+            find_targets(base, AdapterConfig(lora_target_modules=("o_proj", name)))
 
 
 def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
