@@ -177,6 +177,7 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
         ("stray", "unexpected argument 'stray'"),
         ("--rate 1 2", "--rate takes one value, not 2: 1 2"),
         ("--label -rate 1", "--label takes one value, not 2: -rate 1"),
+        ("--words a -rate 1", "--words -rate: flags begin with --"),
         ("--label --rate 1", "--label needs a value"),
         ("--words", "--words needs a value"),
         ("--words a --words b", "--words is given twice"),
