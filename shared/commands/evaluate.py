@@ -175,11 +175,10 @@ def main() -> None:
         found[title] = evaluate(folder, folder / name, data, whole, options.command)
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     wide = max(map(len, names)) + 2
-    print(" " * wide + "".join(f"{title:>{_width(title)}}" for title in found))
+    column = max([16, *(len(title) + 2 for title in found)])
+    print(" " * wide + "".join(f"{title:>{column}}" for title in found))
     for name in names:
-        row = (
-            f"{values.get(name, math.nan):>{_width(title)}.4f}" for title, values in found.items()
-        )
+        row = (f"{values.get(name, math.nan):>{column}.4f}" for values in found.values())
         print(f"{name:>{wide}}" + "".join(row))
     print(f"more in {options.run}/evaluations/{about}", file=sys.stderr)
 
@@ -190,12 +189,9 @@ def titles(runs: list[Path]) -> list[str]:
     Args:
         runs: different ones, absolute.
     """
-    for parts in range(1, max([len(run.parts) for run in runs], default=0) + 1):
+    names: list[str] = ["base"]
+    parts = 0
+    while len({*names, "base", "final", "merged"}) < len(names) + 3:
+        parts += 1
         names = ["/".join(run.parts[-parts:]) for run in runs]
-        if len({*names, "base", "final", "merged"}) == len(names) + 3:
-            return names
-    return []
-
-
-def _width(title: str) -> int:
-    return max(16, len(title) + 2)
+    return names
