@@ -98,7 +98,7 @@ elif [ "$code" -ne 0 ] && state=$(scontrol show --oneliner job "$SLURM_JOB_ID") 
 fi
 if [ -n "${again:-}" ]; then
     mkdir -p "$run"
-    newest=$(find "$run" -maxdepth 1 -name 'checkpoint-*' -printf '%f\n' | sort | tail -n 1)
+    newest=$(find "$run" -maxdepth 1 -name 'checkpoint-[0-9]*' -printf '%f\n' | sort -V | tail -n 1)
     newest=${newest:-no checkpoint}
     { IFS=: read -r tries at < "$run/retries"; } 2> /dev/null || tries=0
     if [ "${at:-}" != "$newest" ] || [ "$again" = preempted ]; then tries=0; fi

@@ -15,7 +15,9 @@ import yaml
 from kubernetes_validate.utils import all_versions, major_minor, validate
 from packaging.version import Version
 
+from shared.commands import run as command
 from shared.commands.verify_resume import compare
+from shared.process.signals import start_of
 from tests.conftest import LAUNCHER, ROOT, Run, free_port, processes_on, run, slow
 
 STEPS = 8
@@ -107,6 +109,16 @@ RECORDED = """echo '{"exit_code": %s, "alone": %s}' > "$TEMPLATES_RUN/exit.json\
 )
 def test_the_exit_code_of_a_command(command, code):
     assert under_run(*command).wait(timeout=60) == code
+
+
+def test_a_process_that_has_got_an_ended_one_s_id_gets_no_signal(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        note = tmp_path / str(bystander.pid)
+        note.write_text(start_of(os.getpid()))  # of an earlier process with its id
+        assert start_of(os.getpid()) and command._training(str(tmp_path)) == set()
+        note.write_text(start_of(bystander.pid))
+        assert command._training(str(tmp_path)) == {bystander.pid}
+        bystander.kill()
 
 
 def test_wrong_input_has_its_exit_code_and_no_traceback(flags, tmp_path):
@@ -312,7 +324,8 @@ def test_slurm_does_not_queue_again_what_was_cancelled(slurm, flags, tmp_path):
 )
 def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp_path, told, ended, code, tried):
     folder, log = tmp_path / "run", tmp_path / "log"
-    folder.mkdir()
+    for name in ("checkpoint-999999", "checkpoint-best"):
+        (folder / name).mkdir(parents=True)
     write = f"printf %s '{told}' > '{folder}/exit.json'; " if told is not None else ""
     (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{write}exit {ended}\n")
     running = "JobState=RUNNING PreemptTime=None"
@@ -324,7 +337,7 @@ def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp
         ("JobState=RUNNING PreemptTime=2026-01-01T00:00:00", code in (138, 143) or tried),
         (running, code == 138 or tried),
         (running, code == 138 or tried),
-        ("checkpoint-000004", code == 138 or tried),
+        ("checkpoint-1000000", code == 138 or tried),
     ):
         if state.startswith("checkpoint"):
             (folder / state).mkdir()

@@ -13,6 +13,7 @@ train. What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse
+import math
 import re
 import shutil
 import subprocess
@@ -41,6 +42,11 @@ DROPPED = {
     "allow_changed",
 }
 SOURCES = ("train_file", "train_dir", "dataset_name")
+# What was trained on, for which your data stand in where no classes are made of it: it may be gone.
+OF_TRAINING = {
+    *("dataset_name", "dataset_config_name", "train_split_name", "mix_weights"),
+    *("streaming", "shuffle_window", "global_batch_size", "per_device_train_batch_size"),
+}
 KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
 ONLY = {
     "max_steps": 0,
@@ -52,9 +58,12 @@ ONLY = {
 }
 
 
-def settings(run: Path, weights: Path) -> dict[str, Any]:
+def settings(run: Path, weights: Path, data: dict[str, str]) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or
     base (no folder).
+
+    Args:
+        data: flags, first the one that names the data.
     """
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     if not any(given.get(source) for source in SOURCES):
@@ -62,8 +71,11 @@ def settings(run: Path, weights: Path) -> dict[str, Any]:
     of_adapters = (
         set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     )
-    kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
-    kept |= {key: value for key, value in ONLY.items() if key in given}
+    replaced = set() if "problem_type" in given else OF_TRAINING
+    kept = {k: v for k, v in given.items() if k not in DROPPED | of_adapters | replaced}
+    kept |= {key: value for key, value in ONLY.items() if key in given} | data
+    if replaced:
+        kept["train_file"] = next(iter(data.values()))
     if weights.name == "base":  # a new adapter changes nothing yet
         return kept
     name = (
@@ -84,7 +96,7 @@ def evaluate(
     # of one that failed: a run that is finished would not start again
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    flags = settings(run, weights) | data | {"output_dir": str(folder)}
+    flags = settings(run, weights, data) | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     done = subprocess.run(
@@ -96,7 +108,9 @@ def evaluate(
     if done.returncode:
         shutil.rmtree(folder)
         cause = re.search(r"^error: (.*)", done.stderr, re.M)
-        raise CleanExit(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
+        if cause is None:  # probably a traceback
+            print(done.stderr[-4000:], file=sys.stderr)
+        raise CleanExit(cause[1] if cause else "the template ended with an error")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
@@ -144,24 +158,40 @@ def main() -> None:
                 "its own command finishes it"
             )
     test = Path(options.test_file or options.test_dir).resolve()
+    about = re.sub(r"[*?[\]]+", "all", test.stem)  # of a glob
     matching(test, flag="test_file" if options.test_file else "test_dir")  # refused before loading
     data = {"validation_file" if options.test_file else "validation_dir": str(test)}
     if options.eval_answers:
         data["eval_answers"] = options.eval_answers
     places = [(options.run, name) for name in ("final", "merged") if (options.run / name).is_dir()]
     places = [(options.run, "base")] * (options.run / "final/adapter_config.json").exists() + places
+    measured = {name: (run, name) for run, name in places}
+    beside = [*dict.fromkeys(run.resolve() for run in options.beside)]
+    measured |= {title: (run, "final") for title, run in zip(titles(beside), beside, strict=True)}
     found = {}
-    for run, name in [*places, *((run, "final") for run in options.beside)]:
+    for title, (run, name) in measured.items():
         folder = run.resolve()
-        whole = folder / "evaluations" / test.stem / name
-        title = name if run == options.run else folder.name
+        whole = folder / "evaluations" / about / name
         found[title] = evaluate(folder, folder / name, data, whole, options.command)
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     wide = max(map(len, names)) + 2
-    print(" " * wide + "".join(f"{place:>16}" for place in found))
+    column = max([16, *(len(title) + 2 for title in found)])
+    print(" " * wide + "".join(f"{title:>{column}}" for title in found))
     for name in names:
-        print(
-            f"{name:>{wide}}"
-            + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
-        )
-    print(f"more in {options.run}/evaluations/{test.stem}", file=sys.stderr)
+        row = (f"{values.get(name, math.nan):>{column}.4f}" for values in found.values())
+        print(f"{name:>{wide}}" + "".join(row))
+    print(f"more in {options.run}/evaluations/{about}", file=sys.stderr)
+
+
+def titles(runs: list[Path]) -> list[str]:
+    """A name for each run beside base, final and merged: as much of its path as tells them apart.
+
+    Args:
+        runs: different ones, absolute.
+    """
+    names: list[str] = ["base"]
+    parts = 0
+    while len({*names, "base", "final", "merged"}) < len(names) + 3:
+        parts += 1
+        names = ["/".join(run.parts[-parts:]) for run in runs]
+    return names

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from shared.process.errors import ConfigError
-from shared.process.signals import STOP_SIGNALS
+from shared.process.signals import STOP_SIGNALS, start_of
 
 STOPPED = 143
 
@@ -140,10 +140,13 @@ def _ignore_stop_signals() -> None:
 
 
 def _training(folder: str) -> set[int]:
-    """Process ids of all trainings: each makes a file of this name in `folder` once it can handle
-    signals.
+    """Process ids of all trainings: each notes its start in a file of this name in `folder` once it
+    can handle signals.
+
+    Not of those whose id is another process's by now.
     """
-    return {int(path.name) for path in Path(folder).glob("[0-9]*")}
+    noted = {int(path.name): path.read_text() for path in Path(folder).glob("[0-9]*")}
+    return {pid for pid, start in noted.items() if start in ("", start_of(pid))}
 
 
 def _pass_on(number: int, processes: set[int]) -> bool:

@@ -75,14 +75,11 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
         # A file that cannot be read is left to the command, which says so.
         with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
             if token == "--config":
-                values = yaml.safe_load(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
-                values = {
-                    key: value
-                    for key, value in values.items()
-                    if str(key).replace("-", "_") not in OURS
-                }
+                # as texts, which the command reads: to YAML, 010 is 8
+                root: Any = yaml.compose(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
+                root.value = [v for v in root.value if v[0].value.replace("-", "_") not in OURS]
                 kept[i + 1] = str(folder / "config.yaml")
-                Path(kept[i + 1]).write_text(yaml.safe_dump(values), encoding="utf-8")
+                Path(kept[i + 1]).write_text(yaml.serialize(root), encoding="utf-8")
     return kept
 
 

@@ -76,6 +76,9 @@ class Flag:
         """
         values = tuple(map(self._one, texts))
         if ... in self.parts:
+            for text in texts:
+                if text.startswith("-"):
+                    raise ConfigError(f"--{self.name} {text}: flags begin with --; ./-x is a file")
             return values
         if len(values) != 1:
             words = " ".join(texts)

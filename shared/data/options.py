@@ -39,8 +39,11 @@ class DataConfig:
             raise ConfigError(
                 "--train_file and --dataset_name both name the training data: drop one of them"
             )
-        if self.validation_file and (self.is_demo or self.dataset_name):
-            raise ConfigError("--validation_file needs --train_file")
+        if self.validation_file and (self.is_demo or self.validation_split_name):
+            raise ConfigError(
+                "--validation_file needs --train_file or --dataset_name, and no "
+                "--validation_split_name"
+            )
         for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
             if not self.dataset_name and getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"--{name} needs --dataset_name")

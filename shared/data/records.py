@@ -80,10 +80,9 @@ def open_sources(
     """
     if config.is_demo:
         return demo, None
-    if config.dataset_name:
-        other = config.validation_split_name
-        train = _hub_source(config, config.train_split_name, streaming)
-        return train, _hub_source(config, other, streaming) if other else None
+    hub = partial(_hub_source, config, streaming=streaming)
+    if config.dataset_name and (other := config.validation_split_name):
+        return hub(config.train_split_name), hub(other)
     # every rank takes part in fetching
     named, held_out = (
         [fetched(name) if is_url(name) else name for name in names]
@@ -103,12 +102,14 @@ def open_sources(
         return Source(name, identity, read, read)
 
     validation = source(1, config.validation_file) if held_out else None
+    if config.dataset_name:
+        return hub(config.train_split_name), validation
     return source(0, config.train_file), validation
 
 
 def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
     """The files to train on, and those to validate on if they are named."""
-    train = find_files(named, flag="train_file")
+    train = find_files(named, flag="train_file") if named else []
     if not held_out:
         return [train]
     validation = find_files(held_out, flag="validation_file")

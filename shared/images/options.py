@@ -45,6 +45,11 @@ class ImageConfig(DataConfig):
                 "--train_dir and --train_file or --dataset_name both name "
                 "the training data: keep one"
             )
+        if self.dataset_name and (self.validation_file or self.validation_dir):
+            raise ConfigError(
+                "images of a --dataset_name are validated on one of its splits: use "
+                "--validation_split_name, not --validation_file or --validation_dir"
+            )
         if self.validation_dir and (
             self.validation_file or not (self.train_dir or self.train_file)
         ):

@@ -33,6 +33,10 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         ConfigError: with both numbers, or what is wrong.
     """
     text = model.config.get_text_config()
+    if getattr(text, "cross_attention_layers", None):  # DDP would wait for their gradients
+        raise ConfigError(
+            f"{type(model).__name__} has blocks that only images reach: text cannot train them"
+        )
     # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
     sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
     if sees_all or text.model_type in ("cpmant", "prophetnet", "xlm", "xlnet"):

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, reason_of
@@ -61,7 +62,10 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         print_main(f"loading {name}")
     try:
         # PEFT falls back to a pickle without being asked
-        with mock.patch.object(torch, "load", partial(_refuse_pickle, name)):
+        with (
+            mock.patch.object(torch, "load", partial(_refuse_pickle, name)),
+            register_module_parameter_registration_hook(_stay_frozen),
+        ):
             loaded = auto_class.from_pretrained(*arguments, **options)
     except ConfigError:
         raise
@@ -160,6 +164,15 @@ def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
             f"{name}: its config.json names weights from elsewhere "
             f"({', '.join(named)}), which are not read"
         )
+
+
+def _stay_frozen(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Freeze a weight that takes the place of one that the model's class made frozen: transformers
+    gives it to the model as one to train.
+    """
+    made = module._parameters.get(name)
+    if made is not None and parameter is not None and not made.requires_grad:
+        parameter.requires_grad_(False)
 
 
 def _refuse_pickle(name: str | Path, file: Any, *_: Any, **__: Any) -> None:

@@ -50,7 +50,11 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         rest = [name for name in wanted if not _matches(modules, [name])]
         # of a vision tower only by a name that text's modules do not have
         found = [_matches(inside, [name]) or _matches(modules, [name]) for name in wanted]
-        return Targets([*dict.fromkeys(chain(*found))], rest, [])
+        names = [*dict.fromkeys(chain(*found))]
+        for name in [*names, *_matches(parameters, rest)]:
+            if _is_lost_by_peft(base, name.removesuffix(".weight")):
+                raise ConfigError(f"--lora_target_modules: PEFT would not load that of {name}")
+        return Targets(names, rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
     inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
     head = base.get_output_embeddings()

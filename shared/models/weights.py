@@ -3,6 +3,7 @@ in.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,9 +37,14 @@ def gather_weights(
 ) -> dict[str, torch.Tensor]:
     """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank
     calls this.
+
+    Args:
+        dtype: of all that the model does not always keep in fp32, as it does routers' biases.
     """
     model = accelerator.unwrap_model(model)
     reshard(model)
+    kept: Any = getattr(model, "_keep_in_fp32_modules_strict", None)
+    in_fp32 = "|".join(kept or ["^$"]).replace("*", ".*")  # as transformers reads it
     weights = {}
     values: dict[str, Any] = {
         name: p for name, p in model.named_parameters() if p.requires_grad or not trainable_only
@@ -48,7 +54,7 @@ def gather_weights(
             value = zero.full_weight(value)
         full = whole(value)
         if accelerator.is_main_process:
-            cast = dtype is not None and full.is_floating_point()
+            cast = full.is_floating_point() and not re.search(in_fp32, name)
             # training may go on meanwhile
             copy = full.detach().to("cpu", dtype if cast else None, copy=True)
             weights[name] = copy.contiguous()

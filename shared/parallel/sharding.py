@@ -106,6 +106,12 @@ def _shard(
     plugin: Any = accelerator.state.fsdp_plugin
     layout: Any = accelerator.parallelism_config
     _own_what_is_left(model)
+    kept = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    if kept and any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters()):
+        raise ConfigError(
+            f"the model keeps {len(kept)} weights in fp32, such as {kept[0]}, which FSDP cannot "
+            "shard together with bf16 ones: use ddp.yaml, or --weights_dtype fp32"
+        )
     if plugin.transformer_cls_names_to_wrap is None:
         # Models name blocks of models that they could be made of, too, which Accelerate would look
         # for in vain.

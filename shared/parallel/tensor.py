@@ -70,6 +70,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in parts.items():
         for pattern, kind in patterns.items():
             if pattern.fullmatch(name):
+                if getattr(module, "lora_magnitude_vector", None):
+                    raise ConfigError("tensor parallelism does not work with --use_dora")
                 adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
                 for matrix in (getattr(module, "base_layer", module), *adapters.values()):
                     make_whole(matrix)  # one by one: together, they may not fit

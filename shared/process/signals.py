@@ -91,7 +91,8 @@ def stop_on_signals_before_training() -> None:
         signal.signal(number, _stop_before_training)
     if LAUNCHED:
         with contextlib.suppress(OSError):
-            Path(LAUNCHED, str(os.getpid())).touch()
+            pid = os.getpid()
+            Path(LAUNCHED, str(pid)).write_text(start_of(pid), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -115,6 +116,17 @@ def _stop_before_training(number: int, _frame: object) -> None:
         with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print
             os.write(2, f"{end}\n".encode())
     os._exit(143)
+
+
+def start_of(pid: int) -> str:
+    """When a process started, in clock ticks since the boot: with its id, this names it for good.
+
+    Empty where there is no such process, or no /proc.
+    """
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[19]
+    return ""
 
 
 _PARENT = os.getppid()

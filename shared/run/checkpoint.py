@@ -85,6 +85,7 @@ class Checkpointer:
         self.model = accelerator.unwrap_model(setup.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
+            "folder": redact(str(self.run_dir)),
             "data": data,
             # of weights that are not trained, and so not saved
             "base": identity_of_frozen(settings.get("model_name_or_path") or "", self.model),
@@ -291,7 +292,11 @@ class Checkpointer:
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
         self._load(folder, manifest)
-        if folder.parent != self.run_dir:  # of another run: drop its tracker id and scores
+        origin = manifest.get("folder", self.facts["folder"])
+        if state.tracker_run_id and origin != self.facts["folder"]:  # a copy of another run's
+            state.tracker_run_id = ""
+            print_main(f"{folder.name} is a copy, saved in {origin}: the tracker gets another run")
+        if folder.parent != self.run_dir:  # of another run: drop its scores, too
             state.tracker_run_id = ""
             state.interval = []
             state.forget_scores()

@@ -1,5 +1,6 @@
 """Checkpoint folders: found, verified, compared with the run that reads them."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -76,6 +77,12 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{folder}: format {manifest['format']!r}, but this version reads only {FORMAT}"
             )
+        if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
+            raise CheckpointError(f"{folder}: holds step {manifest['step']}: was it renamed?")
+        if manifest.pop("sha256", None) not in (None, _digest_of(manifest)):
+            raise ValueError
+        if others := {path.name for path in folder.glob("*.safetensors")} - {*manifest["files"]}:
+            raise CheckpointError(f"{folder}: {min(others)} is of another checkpoint: remove it")
         for name, expected in manifest["files"].items():
             if digest(folder / name) != expected:
                 raise CheckpointError(f"{folder}: {name} is damaged")
@@ -94,8 +101,15 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     Args:
         manifest: facts about the run, its state, and of all files checksum and size.
     """
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT} | manifest, indent=1))
+    manifest = json.loads(json.dumps({"format": FORMAT} | manifest))
+    (folder / MANIFEST).write_text(
+        json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1)
+    )
     faults.point("save.manifest")
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def require_compatible(

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any
@@ -243,9 +244,12 @@ def _of_launcher(what: str) -> str:
 
 
 def has_compiler() -> bool:
-    """Whether a C compiler is installed, which torch.compile needs on GPUs, too."""
+    """Whether a C compiler and Python's headers are installed, which torch.compile needs on GPUs,
+    too.
+    """
     names = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "clang"
-    return any(map(shutil.which, names))
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return headers.exists() and any(map(shutil.which, names))
 
 
 def _refuse_missing_gpus(world_size: int) -> None:

@@ -96,7 +96,13 @@ class Setup:
         self.kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
         self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
-        if not getattr(config.data, "preprocess_only", False):  # which makes no run folder
+        # preprocessing makes no run folder, and compiles nothing
+        if not getattr(config.data, "preprocess_only", False):
+            if speed.torch_compile and not launch.has_compiler():
+                raise ConfigError(
+                    "--torch_compile needs a compiler and Python's headers: apt install g++ "
+                    "python3-dev, in an image --build-arg EXTRA_PACKAGES=g++"
+                )
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
             named = config.checkpoint.resume_from_checkpoint
             self._found = on_main(partial(find, self.dir, named))
@@ -190,7 +196,7 @@ class Setup:
         saves = can_decide and one_shape and steps >= least
         if saves and asked is None and not launch.has_compiler():
             saves = False
-            note("no C compiler is installed, so nothing is compiled: apt install g++")
+            note("no C compiler is installed, so nothing is compiled: apt install g++ python3-dev")
         # on a CPU, nothing is decided, so there is nothing to say
         reason = f"{steps:,} steps on a {self.device.type.upper()} device" if can_decide else ""
         self.set_defaults(reason, torch_compile=saves)

@@ -55,18 +55,25 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
 def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
     """The pieces that each rank writes, of those that each holds: every piece once, and about as
     many bytes on each rank.
+
+    Raises:
+        ValueError: a part of a tensor is on no rank, or in two pieces.
     """
     holders: dict[tuple[str, Piece], list[int]] = {}
     for rank, pieces in enumerate(held):
         for name, piece in pieces.items():
             if math.prod(piece.sizes) or not math.prod(piece.shape):
                 holders.setdefault((name, piece), []).append(rank)
+    missing = {name: math.prod(piece.shape) for name, piece in holders}
     written: list[dict[str, Piece]] = [{} for _ in held]
     load = [0] * len(held)
     for name, piece in sorted(holders, key=lambda part: (-part[1].bytes, part)):
         rank = min(holders[name, piece], key=load.__getitem__)
         written[rank][name] = piece
         load[rank] += piece.bytes
+        missing[name] -= math.prod(piece.sizes)
+    if wrong := [name for name, values in missing.items() if values]:
+        raise ValueError(f"{wrong[0]}: the ranks' pieces do not make the whole of it")
     return written
 
 

@@ -64,6 +64,8 @@ class Tracker:
         # TensorBoard then does not show what a killed run wrote after its checkpoint
         purge = self.state.step + (self.state.step > 0)
         folder = shlex.quote(str(self.run_dir))
+        if purge and self.name != "tensorboard":
+            print_main(f"{self.name}: what follows step {self.state.step} is logged as another run")
         if self.name == "tensorboard":
             print_main(f"TensorBoard: tensorboard --logdir {folder}")
         elif self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -107,7 +109,10 @@ class Tracker:
             self.accelerator.trackers.clear()
             wandb.teardown()  # its service still holds the run's id
             options["mode"] = "offline"
-            self.accelerator.init_trackers(project, settings, {"wandb": options})
+            try:
+                self.accelerator.init_trackers(project, settings, {"wandb": options})
+            except wandb.errors.Error as refused:  # nor without a network: it is what was asked for
+                raise ConfigError(f"W&B refuses this run ({first_line(refused)})") from None
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
             print_main(

@@ -37,7 +37,7 @@ def round_stochastically(
 
 class StochasticAdamW(torch.optim.Optimizer):
     """AdamW on bf16 weights with bf16 moments: 8 bytes a parameter with the gradient, not 16.
-    Computes in fp32.
+    Computes in fp32. A weight that its model keeps in fp32 gets plain AdamW.
 
     The noise depends on the step and the parameter alone, so all copies of a weight stay equal, and
     a resumed run repeats.
@@ -85,7 +85,8 @@ class StochasticAdamW(torch.optim.Optimizer):
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
             generator.manual_seed((1_000_003 * int(state["step"]) + number) % 2**32)
             for into, values in zip(stored, exact, strict=True):
-                round_stochastically(into, values, generator)
+                if into.dtype == torch.bfloat16:  # fp32 is updated in place
+                    round_stochastically(into, values, generator)
 
 
 def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:

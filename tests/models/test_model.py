@@ -25,6 +25,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    MllamaConfig,
     Qwen3MoeConfig,
     ResNetConfig,
     SwinConfig,
@@ -546,6 +547,11 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
     else:
         with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
             require_fit(subject, words(VOCAB), 8)
+
+
+def test_a_model_whose_blocks_wait_for_images_is_refused():
+    with pytest.raises(ConfigError, match="has blocks that only images reach: text cannot train them"):
+        require_fit(SimpleNamespace(config=MllamaConfig()), words(VOCAB), 8)
 
 
 def test_adapters_are_put_where_text_passes():

@@ -51,6 +51,13 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
     assert class_of(encoder_decoder) is transformers.AutoModelForCausalLM
 
 
+def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint):
+    """It gets no gradient, for which DDP would wait."""
+    model = load_causal_lm(checkpoint("ernie4_5_moe"), attn_implementation="auto")
+    frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
+
+
 @pytest.mark.parametrize(
     ("family", "flags", "modules", "parameters", "left_out"),
     [
@@ -110,6 +117,10 @@ def test_parameters_can_be_named(checkpoint):
     assert named.target_parameters == ["experts.down_proj"]
     with pytest.raises(ConfigError, match="--lora_target_modules qproj: the model has no module of that name"):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
+    base = load_causal_lm(checkpoint("mistral_large4"), attn_implementation="auto")
+    for name in ("experts.down_proj", "shared_experts.up_proj"):  # its adapter, and what is merged, would be empty
+        with pytest.raises(ConfigError, match=f"PEFT would not load that of model.language_model.layers.1.mlp.{name}"):
+            find_targets(base, AdapterConfig(lora_target_modules=("o_proj", name)))
 
 
 def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):

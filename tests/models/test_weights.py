@@ -205,3 +205,11 @@ def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, caps
     assert saver.resume(find(saver.run_dir, None)).step == 1
     assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
     assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())
+
+
+def test_what_a_model_always_keeps_in_fp32_is_written_so(accelerator, model):
+    """A router's bias in bf16 chooses other experts."""
+    model._keep_in_fp32_modules_strict = ["layers.1.*_mean", "2.weight"]
+    written = gather_weights(accelerator, model, dtype=torch.bfloat16)
+    in_fp32 = {name for name, value in written.items() if value.dtype == torch.float32}
+    assert in_fp32 == {"layers.1.running_mean", "layers.2.weight"} and written["layers.0.weight"].dtype == torch.bfloat16

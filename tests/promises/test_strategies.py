@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from shared.parallel import sharding
 from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
@@ -239,6 +241,16 @@ def test_one_process_rehearses_what_it_is_launched_as(flags, reference, tmp_path
     assert done.losses == pytest.approx(reference["pretrain"].losses, rel=1e-5)
 
 
+def test_adapters_with_norms_of_whole_weights_are_not_cut():
+    import peft
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
+    model = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="tensor parallelism does not work with --use_dora"):
+        tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="cpu"))
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "ranks", "message"),
     [
@@ -253,6 +265,13 @@ def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
     with pytest.raises(ConfigError, match=message):
         tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
+
+
+def test_a_model_that_keeps_weights_in_fp32_beside_bf16_ones_is_not_sharded():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=None), parallelism_config=None)
+    with pytest.raises(ConfigError, match=r"keeps 2 weights in fp32, such as 0\.weight, which FSDP cannot shard together"):
+        sharding._shard(accelerator, model, [], replicas=False)
 
 
 @pytest.mark.slow

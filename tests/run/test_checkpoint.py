@@ -21,7 +21,7 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
 from shared.run import checkpoint_files
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import CheckpointError, checkpoints, find
+from shared.run.checkpoint_files import CheckpointError, checkpoints, find, verify
 from shared.run.folder import _lock
 from shared.run.state import TrainState
 from shared.training import optim
@@ -106,7 +106,7 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     elif damage == "truncate":
         path.write_bytes(content[: len(content) // 2])
     else:
-        place = len(content) // 2 if name != "MANIFEST.json" else 0
+        place = len(content) // 2 if name != "MANIFEST.json" else content.index(b'"targets": ') + 11
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     assert saver.resume().step == 1
     assert "checkpoint-000002" in capsys.readouterr().err
@@ -187,6 +187,7 @@ def replace_file(folder, name, content):
     """With a manifest that agrees: who can write one file can write them all."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["sha256"]
     manifest["files"][name] = digest(folder / name)
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
@@ -206,6 +207,16 @@ def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
         with pytest.raises((CheckpointError, SafetensorError)):
             saver.resume()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_of_another_checkpoint_in_it_is_named(tmp_path):
+    """Such as of more ranks, copied to the same place: its tensors would be taken for this one's."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    folder = saver.run_dir / "checkpoint-000001"
+    shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is of another checkpoint: remove it"):
+        verify(folder)
 
 
 def test_a_best_one_that_is_damaged_leaves_the_last_weights(tmp_path, capsys):
@@ -290,3 +301,40 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     capsys.readouterr()
     assert saver.resume().step == 2
     assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
+
+
+def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tracker(tmp_path, capsys):
+    make(tmp_path / "one")[2].save(TrainState(step=1, tracker_run_id="abc", best_step=1))
+    shutil.copytree(tmp_path / "one", tmp_path / "whole")
+    shutil.copytree(tmp_path / "one" / "checkpoint-000001", tmp_path / "part" / "checkpoint-000001")
+    for name in ("whole", "part"):
+        state = make(tmp_path / name)[2].resume()
+        assert (state.tracker_run_id, state.best_step) == ("", 1)
+        assert f"is a copy, saved in {tmp_path}/one: the tracker gets another run" in capsys.readouterr().err
+    assert make(tmp_path / "one")[2].resume().tracker_run_id == "abc"
+
+
+@pytest.mark.parametrize("name", ["000004", "000001"])
+def test_a_checkpoint_under_another_step_s_name_is_not_used(tmp_path, capsys, name):
+    """Otherwise its step would not be saved, or each start would go back."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=2))
+    saver.save(TrainState(step=3))
+    (saver.run_dir / "checkpoint-000003").rename(saver.run_dir / f"checkpoint-{name}")
+    _, _, saver = make(tmp_path / "run")
+    assert saver.resume().step == 2
+    assert (f"checkpoint-{name}: holds step 3: was it renamed?" in capsys.readouterr().err) is (name == "000004")
+    saver.save(TrainState(step=4))
+    assert saver.resume().step == 4
+    with pytest.raises(CheckpointError, match="holds step 4: was it renamed"):
+        shutil.move(saver.run_dir / "checkpoint-000004", tmp_path / "checkpoint-000005")
+        make(tmp_path / "new", resume_from_checkpoint=tmp_path / "checkpoint-000005")[2].resume()
+
+
+def test_verify_resume_hands_on_a_file_of_settings_as_it_is_written(tmp_path):
+    given = "seed: 010\nmax-steps: 9\nlr: 1e-4\nvalidation_file: ~\nnames: [on, 'on', 1_0]\nsave_steps: 2\n"
+    (tmp_path / "given.yaml").write_text(given)
+    kept = verify_resume.without_ours(["train.py", f"--config={tmp_path}/given.yaml", "--no-deterministic"], tmp_path)
+    assert kept == ["train.py", "--config", f"{tmp_path}/config.yaml"]
+    expected = "seed: 010\nlr: 1e-4\nvalidation_file: ~\nnames: [on, 'on', 1_0]\n"
+    assert (tmp_path / "config.yaml").read_text() == expected

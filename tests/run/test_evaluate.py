@@ -1,13 +1,17 @@
 """`python -m shared evaluate`: a finished run measured again on other data."""
 
+import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from shared.commands.evaluate import settings
-from shared.process.errors import ConfigError
-from tests.conftest import ACCELERATE, ROOT, run
+from shared.commands.evaluate import evaluate, settings, titles
+from shared.process.errors import CleanExit, ConfigError
+from tests.conftest import ACCELERATE, ROOT, Run, run, run_here, slow
 
 
 def evaluated(folder, flag, data, template, *more):
@@ -43,7 +47,46 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
 def test_a_demo_has_no_settings_for_other_data(tmp_path):
     (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
     with pytest.raises(ConfigError, match="trained on the demo's data"):
-        settings(tmp_path, tmp_path / "final")
+        settings(tmp_path, tmp_path / "final", {"validation_file": "test.jsonl"})
+
+
+@pytest.mark.parametrize("template", ["lora_finetune", slow("text_classification")])
+def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_path):
+    """Also if it has fewer samples than a batch, and the data set is gone. Classes are made of it, so there it stays."""
+    rows = [{"text": f"sample {number} of some", "label": "ab"[number % 2]} for number in range(16)]
+    data, test = tmp_path / "data" / "train.jsonl", tmp_path / "test.jsonl"
+    data.parent.mkdir()
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test.write_text(json.dumps(rows[0]) + "\n")
+    flags = ("--dataset_name", data.parent, "--validation_split_name", "train", "--global_batch_size", 4)
+    flags = (*flags, "--max_steps", 1, "--seq_length", 32, "--lora_r", 4)
+    more = ("--allow_unused_columns", "label") if template == "lora_finetune" else ()
+    run_here(template, *flags, *more, "--output_dir", tmp_path / "run")
+    if template == "lora_finetune":
+        shutil.rmtree(data.parent)
+    given = settings(tmp_path / "run", tmp_path / "run/final", {"validation_file": str(test)})
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(given))
+    run_here(template, "--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "again")
+    (row,) = [row for row in Run(tmp_path / "again", 0, "").rows if "eval_loss" in row]
+    assert row["step"] == 0
+
+
+@pytest.mark.parametrize(("said", "message"), [("error: no labels", "no labels"), ("KeyError: 1", "ended with an error")])
+def test_a_template_that_fails_is_a_line_and_what_it_said(tmp_path, capsys, said, message):
+    (tmp_path / "config.yaml").write_text("train_file: [x]\n")
+    command = [sys.executable, "-c", f"raise SystemExit({said!r})"]
+    with pytest.raises(CleanExit, match=message):
+        evaluate(tmp_path, tmp_path / "final", {"validation_file": "x"}, tmp_path / "evaluations/x/final", command)
+    assert (said in capsys.readouterr().err.splitlines()) is (said == "KeyError: 1")
+
+
+def test_each_run_has_a_column_of_its_own():
+    def names(*runs):
+        return titles([Path("/x", run) for run in runs])
+
+    assert names("chat", "other") == ["chat", "other"] and names() == []
+    assert names("seed1/chat", "seed2/chat") == ["seed1/chat", "seed2/chat"]
+    assert names("old/base") == ["old/base"] and names("a/b/final", "c/b/final") == ["a/b/final", "c/b/final"]
 
 
 @pytest.mark.slow

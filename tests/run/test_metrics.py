@@ -12,8 +12,10 @@ from shared.config.options import EvaluationConfig, LogConfig
 from shared.data.order import IGNORED
 from shared.models.counts import PEAK_FLOPS
 from shared.parallel.strategy import Strategy
+from shared.process.errors import ConfigError
 from shared.run import metrics
 from shared.run.state import TrainState
+from shared.run.tracking import Tracker
 from shared.training import step
 from shared.training.step import Step
 
@@ -125,3 +127,17 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
         assert row["processed_tokens_per_second"] == pytest.approx(24 / 6)
         assert row["data_wait_share"] == pytest.approx(2 / 6)
         assert row["mfu"] == pytest.approx(3.0 * 4 / 2 / 989.4e12)  # FLOPs a token, tokens a second and device, peak
+
+
+def test_what_wandb_refuses_also_offline_is_one_line(monkeypatch, tmp_path):
+    import wandb
+
+    def refuse(*_):
+        raise wandb.errors.UsageError("Invalid project name 'a/b'\nmore")
+
+    tracker = object.__new__(Tracker)
+    tracker.accelerator = SimpleNamespace(init_trackers=refuse, trackers=[])
+    tracker.run_dir, tracker.state = tmp_path, TrainState()
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    with pytest.raises(ConfigError, match=r"^W&B refuses this run \(Invalid project name 'a/b'\)$"):
+        tracker._start_wandb("a/b", "run", {})

@@ -57,6 +57,11 @@ def test_what_ranks_hold_alike_is_written_once_and_evenly():
     assert max(sizes) < 1.1 * min(sizes)
 
 
+def test_what_no_rank_holds_is_not_left_out_in_silence():
+    with pytest.raises(ValueError, match="x: the ranks' pieces do not make the whole of it"):
+        share_out([{"x": Piece((4, 3), (2, 0), (2, 3), 24)}])
+
+
 def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
     write(tmp_path / "rank-0.safetensors", tensors, pieces_of(tensors))

@@ -9,9 +9,10 @@ from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
 from shared.parallel.zero import strategy_of
 from shared.process.errors import ConfigError
+from shared.run import launch
 from shared.run.setup import Setup
 from shared.training import defaults, optim
-from tests.conftest import load_template, run
+from tests.conftest import load_template, run, run_here
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,13 @@ def test_without_a_compiler_nothing_is_compiled_and_a_note_says_so(monkeypatch, 
         assert own.compile("model", steps, models.append).speed.torch_compile is False and not models
         said = "no C compiler is installed, so nothing is compiled: apt install g++" in capsys.readouterr().err
         assert said is (steps == 4_000)
+
+
+def test_what_is_asked_for_and_cannot_be_compiled_is_one_line_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch.sysconfig, "get_path", lambda name: str(tmp_path))  # Python's headers are not there
+    with pytest.raises(ConfigError, match="--torch_compile needs a compiler and Python's headers: apt install"):
+        run_here("pretrain", "--torch_compile", "--model_name_or_path", "/nowhere", "--output_dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkeypatch):

@@ -1,6 +1,7 @@
 """Which parameters decay, who optimises what, and learning rates as a function of the step."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -201,6 +202,23 @@ def test_bf16_weights_follow_fp32_adamw_where_rounding_to_nearest_stands_still()
     nearest, _ = weights(torch.optim.AdamW, torch.bfloat16)
     assert (nearest == 1).all()  # each update is lost
     assert torch.equal(ours, weights(StochasticAdamW, torch.bfloat16)[0])
+
+
+def test_a_weight_that_stays_fp32_beside_bf16_ones_gets_plain_adamw():
+    def train(kind):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(64).bfloat16()), nn.Parameter(torch.randn(64))])
+        optimizer = kind(model.parameters(), lr=1e-6, betas=(0.9, 0.95))
+        for _ in range(5):
+            for p in model:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        return model[1].detach(), optimizer.state[model[1]]
+
+    ours, state = train(StochasticAdamW)
+    exact, moments = train(functools.partial(torch.optim.AdamW, weight_decay=0.0))
+    assert torch.equal(ours, exact) and not torch.equal(ours, ours.bfloat16().float())
+    assert all(torch.equal(state[key], moments[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
 def test_a_model_with_nothing_trainable_is_refused():
