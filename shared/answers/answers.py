@@ -67,8 +67,12 @@ def batches_to_answer(
     """`batches` of prompts in which no answer depends on the other prompts: on their padding, or on
     what they leave of the model's context. Every rank calls this, with all prompts.
     """
-    context = context_of(without_adapters(model)) or sys.maxsize
-    mixed = 0 if sees_padding(model) else context + 1 - max_new_tokens
+    whole = without_adapters(model)
+    most = (context_of(whole) or sys.maxsize) + 1
+    text = whole.config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales by places in the row
+        most = min(most, text.floor_scale)
+    mixed = 0 if sees_padding(model) else most - max_new_tokens
     return batches([len(ids) for ids in prompts], per_device, share, mixed)
 
 
