@@ -167,25 +167,14 @@ def sees_padding(model: nn.Module) -> bool:
     rank calls this.
     """
     whole = without_adapters(model)
-    vocab = whole.get_input_embeddings().num_embeddings
-    prompt = [token % vocab for token in range(1, 25)]
+    prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
     seen: list[torch.Tensor] = []
-    in_16_bits: list[bool] = []
-
-    def look(*call: Any) -> None:
-        logits = call[-1].logits[0, -1]
-        seen.append(logits.float())
-        in_16_bits.append(logits.dtype.itemsize == 2)
-
-    def look_inside(*_: Any) -> None:  # Accelerate's logits are fp32
-        in_16_bits.append(torch.is_autocast_enabled(PartialState().device.type))
-
-    inside = whole.get_decoder().register_forward_pre_hook(look_inside)
-    with inside, model.register_forward_hook(look):
+    head = whole.get_output_embeddings()
+    with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
         for rows in ([prompt], [prompt, prompt + prompt[:7]]):
             generate(model, rows, max_new_tokens=1, ends=())
-    alone, padded = seen[:2]
-    allowed = MAX_ERRORS[any(in_16_bits)]
+    alone, padded = (logits.float() for logits in seen)
+    allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
     return bool((padded - alone).norm() > allowed * alone.norm())
 
 
