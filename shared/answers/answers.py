@@ -175,7 +175,7 @@ def log_answers(
         row = {
             "step": run.state.step,
             "prompt": collapsed(before),
-            "reference": str(record.get("reference", "")),
+            "reference": "" if record.get("reference") is None else str(record["reference"]),
             "answer": text,
             "cut": ids[-1] not in ends,
             "scores": score(text, record),
