@@ -167,9 +167,9 @@ def log_answers(
     )
     answered: list[tuple[int, dict[str, Any]]] = []
     for number, ids in answers:
-        prompt, reference, columns = samples[number]
+        prompt, reference, others = samples[number]
         before, text = written(tokenizer, prompt, ids, ends)
-        record = columns | {"prompt": before}
+        record = others | {"prompt": before}
         if reference:
             record["reference"] = written(tokenizer, prompt, reference, ends)[1]
         row = {
