@@ -11,7 +11,6 @@ rewards are left out, not sampled again, and by default there is no KL penalty. 
 --max_new_tokens cuts is rewarded for what is there.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +88,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
+from shared.answers.scores import numbers_in, solves
 from shared.data.order import Batch
 from shared.models.counts import count_parameters
 from shared.models.loss import fuse_head, target_log_probabilities
@@ -105,19 +105,13 @@ from shared.training import defaults, optim
 from shared.training.step import Step
 
 
-def numbers_in(text: Any) -> list[float]:
-    """The numbers in a text; commas separate thousands."""
-    return [float(n.replace(",", "")) for n in re.findall(r"-?\d[\d,]*(?:\.\d+)?", str(text))]
-
-
 def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     """How good an answer is: numbers whose sum is the reward, each logged by its name.
 
     Edit it for your task. `record` has the text `prompt`, and the other columns of the data.
     """
-    numbers = numbers_in(answer)
-    right = numbers_in(record.get("answer", record.get("reference")))
-    return {"correct": float(numbers[-1:] == right[-1:] != []), "format": 0.1 * bool(numbers)}
+    right = record.get("answer", record.get("reference"))
+    return {"correct": solves(answer, right), "format": 0.1 * bool(numbers_in(answer))}
 
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:

@@ -18,8 +18,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from shared.answers.answers import answer, batches_to_answer
+from shared.data.loader import Share
 from shared.models import loss as lm_loss
-from shared.models.loading import freeze_outer_parts
+from shared.models.generation import generate, sees_padding
+from shared.models.loading import freeze_outer_parts, load_causal_lm
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
@@ -133,6 +136,19 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
         alone = load_file(tmp_path / "alone" / "final" / "adapter_model.safetensors")
         for name, value in adapter.items():
             assert (value - alone[name]).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize("family", [*(case for case in CASES if case != slow("deepseek_v4")), "deepseek_v4"])
+def test_an_answer_is_the_same_alone_and_in_a_batch(tmp_path, family):
+    make(family, tmp_path)
+    model = load_causal_lm(str(tmp_path), attn_implementation="auto", whole=True, dtype=torch.float32).eval()
+    assert sees_padding(model) is (family == "deepseek_v4")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 4000, (length,), generator=generator).tolist() for length in (3, 30, 11, 19, 30)]
+    alone = [generate(model, [prompt], max_new_tokens=12, ends=())[0] for prompt in prompts]
+    mine = batches_to_answer(model, prompts, 12, 5, Share(0, 1, torch.device("cpu")))
+    found = dict(answer(model, prompts, mine.tolist(), max_new_tokens=12, ends=()))
+    assert [found[number] for number in range(5)] == alone
 
 
 @pytest.mark.parametrize("family", CASES)

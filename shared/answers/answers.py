@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
@@ -14,7 +15,10 @@ from torch import nn
 
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
-from shared.models.generation import ends_of, generate
+from shared.models.checks import context_of
+from shared.models.generation import ends_of, generate, sees_padding
+from shared.models.loading import without_adapters
+from shared.models.tokenizers import leading_bos
 from shared.parallel import sharding
 from shared.process.files import keep_json_lines
 from shared.process.printing import COLUMNS, collapsed, excerpt, indented, print_main
@@ -26,23 +30,66 @@ Score = Callable[[str, dict[str, Any]], dict[str, float]]
 FILE = "answers.jsonl"
 
 
-def batches(lengths: Sequence[int], per_device: int, share: Share) -> np.ndarray:
+def batches(
+    lengths: Sequence[int], per_device: int, share: Share, mixed: int = sys.maxsize
+) -> np.ndarray:
     """This rank's part of some rows, in batches of similar length: their numbers, [batches, rows],
     the longest first.
 
-    All ranks have equally many batches; -1 where a row is missing in the last one.
+    All ranks have equally many batches; -1 where a row is missing.
 
     Args:
         lengths: tokens of each row.
         per_device: rows of a batch, at most.
+        mixed: rows of more tokens share a batch with rows of the same length alone.
     """
     of_ranks = math.ceil(len(lengths) / share.world_size)
     count = math.ceil(of_ranks / per_device)
     rows = math.ceil(of_ranks / count)
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    filled = np.full(count * share.world_size * rows, -1)
-    filled[: len(order)] = order
-    return filled.reshape(count, share.world_size, rows)[:, share.rank]
+    tokens = np.asarray(lengths)[order]
+    other = 1 + np.flatnonzero((np.diff(tokens) != 0) & (tokens[:-1] > mixed))
+    groups = np.split(order, other)
+    parts = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
+    filled = np.full((math.ceil(len(parts) / share.world_size), share.world_size, rows), -1)
+    for row, part in zip(filled.reshape(-1, rows), parts, strict=False):
+        row[: len(part)] = part
+    return filled[:, share.rank]
+
+
+def batches_to_answer(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    per_device: int,
+    share: Share,
+) -> np.ndarray:
+    """`batches` of prompts in which no answer depends on the other prompts: on their padding, or on
+    what they leave of the model's context. Every rank calls this, with all prompts.
+    """
+    whole = without_adapters(model)
+    most = (context_of(whole) or sys.maxsize) + 1
+    text = whole.config.get_text_config()
+    if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales by places in the row
+        most = min(most, text.floor_scale)
+    mixed = 0 if sees_padding(model) else most - max_new_tokens
+    return batches([len(ids) for ids in prompts], per_device, share, mixed)
+
+
+def written(
+    tokenizer: Any, prompt: list[int], ids: Sequence[int], ends: Sequence[int]
+) -> tuple[str, str]:
+    """(a prompt, what continues it), as they are written: with white space and special tokens, but
+    for the token that begins texts and the one that ends the answer.
+    """
+    bos = leading_bos(tokenizer)
+    prompt = prompt[len(bos) * (prompt[: len(bos)] == bos) :]
+    answered = [*ids[:-1], *(token for token in ids[-1:] if token not in ends)]
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    before = decode(prompt)
+    whole = decode(prompt + answered)
+    # decoded alone, an answer loses its first space with some tokenizers
+    return before, whole[len(before) :] if whole.startswith(before) else decode(answered)
 
 
 def answer(
@@ -91,8 +138,9 @@ def log_answers(
 
     Args:
         held_out: the validation samples, with `prompt` and `end`.
-        score: (answer, record) -> numbers by name. The record has `prompt` and `reference`, texts,
-            and the columns of the data that are not learned.
+        score: (answer, record) -> numbers by name. Texts are as of `written`. The record has the
+            columns of the data that are not learned, as they are there, the text `prompt`, and the
+            text `reference` if an answer is learned.
 
     Returns:
         The means of the scores as `eval_NAME`, the same on all ranks; empty without --eval_answers.
@@ -104,13 +152,14 @@ def log_answers(
         return {}
     samples = [held_out.prompt(index) for index in chosen]
     images = held_out.images_of(chosen) if hasattr(held_out, "images_of") else None
-    ends = ends_of(tokenizer, held_out.end)
+    prompts = [prompt for prompt, *_ in samples]
+    ends = ends_of(model, tokenizer, held_out.end)
     share = sharding.share(run.accelerator)
     per_device = config.batch.per_device_eval_batch_size
-    mine = batches([len(sample[0]) for sample in samples], per_device, share)
+    mine = batches_to_answer(model, prompts, config.max_new_tokens, per_device, share)
     answers = answer(
         model,
-        [prompt for prompt, *_ in samples],
+        prompts,
         run.watch(mine.tolist(), len(mine)),
         max_new_tokens=config.max_new_tokens,
         ends=ends,
@@ -119,18 +168,17 @@ def log_answers(
     answered: list[tuple[int, dict[str, Any]]] = []
     for number, ids in answers:
         prompt, reference, others = samples[number]
-        texts = {
-            "prompt": collapsed(tokenizer.decode(prompt)),
-            "reference": tokenizer.decode(reference, skip_special_tokens=True).strip()
-            or str(others.get("reference", "")),
-        }
-        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        before, text = written(tokenizer, prompt, ids, ends)
+        record = others | {"prompt": before}
+        if reference:
+            record["reference"] = written(tokenizer, prompt, reference, ends)[1]
         row = {
             "step": run.state.step,
-            **texts,
+            "prompt": collapsed(before),
+            "reference": "" if record.get("reference") is None else str(record["reference"]),
             "answer": text,
-            "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
-            "scores": score(text, others | texts),
+            "cut": ids[-1] not in ends,
+            "scores": score(text, record),
         }
         answered.append((number, row))
     by_number = dict(gather_object(answered))  # a rank without rows answers the first prompt
@@ -154,6 +202,15 @@ def log_answers(
         print_main(
             f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}, and "
             "are scored as they are: raise it if that is too short"
+        )
+    context = context_of(without_adapters(model)) or sys.maxsize
+    if short := sum(len(ids) + config.max_new_tokens > context + 1 for ids in prompts):
+        lost = sum(len(ids) > context for ids in prompts)
+        print_main(
+            f"the model's context of {context} tokens leaves less than --max_new_tokens "
+            f"{config.max_new_tokens} for the answers to {short} of {len(rows)} prompts"
+            + f"; {lost} of them are longer, and lose their beginning"
+            * bool(lost)
         )
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])

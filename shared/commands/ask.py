@@ -38,14 +38,24 @@ def main() -> None:
         help="without the chat template, for prompts and completions",
     )
     parser.add_argument(
+        "--chat_template_kwargs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, as the training records have them: "
+        "'{\"enable_thinking\": false}'",
+    )
+    parser.add_argument(
         "--max_new_tokens",
         type=int,
         default=200,
         help="tokens of an answer, at most (default: 200)",
     )
     options = parser.parse_args()
-    if options.image and options.plain:
-        parser.error("--image needs the chat template: drop --plain")
+    if not isinstance(options.chat_template_kwargs, dict):
+        parser.error("--chat_template_kwargs takes an object, such as '{\"name\": 1}'")
+    if (options.image or options.system) and options.plain:
+        parser.error("--image and --system need the chat template: drop --plain")
     folder = next(
         (
             place
@@ -61,14 +71,17 @@ def main() -> None:
 
     import torch
     from peft import PeftModel
-    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
     from shared.models.hub import from_hub
     from shared.models.loading import class_of
+    from shared.models.tokenizers import leading_bos, load_tokenizer
     from shared.run import launch
+    from shared.text.encoder import Encoder
+    from shared.text.forms import Example
 
     launch.quieten_libraries()
-    tokenizer = from_hub(AutoTokenizer, folder)
+    tokenizer = load_tokenizer(folder)
     adapter = folder / "adapter_config.json"
     name = str(folder)
     if adapter.exists():
@@ -77,39 +90,46 @@ def main() -> None:
     model = from_hub(model_class, name, dtype="auto", device_map="auto", use_safetensors=True)
     if adapter.exists():
         model = from_hub(PeftModel, folder, first=model)
+        if (folder / "generation_config.json").exists():  # the ends that it learned
+            model.generation_config = from_hub(GenerationConfig, folder)
     model.eval()
     images: list[Any] = []
-    template: Any = tokenizer
+    inputs: Any
     if options.image:
         from shared.images.decoding import BadImage, decode
 
-        template = from_hub(AutoProcessor, folder)
         try:
             images = [{"type": "image", "image": decode(path)} for path in options.image]
         except BadImage as error:
             raise ConfigError(f"--image: {error}") from None
     for question in options.question:
-        if options.plain or not tokenizer.chat_template:
-            ids: Any = tokenizer(question, return_tensors="pt")
-        else:
-            turns = [{"role": "system", "content": options.system}] * bool(options.system)
-            content = [*images, {"type": "text", "text": question}] if images else question
-            turns += [{"role": "user", "content": content}]
-            ids = template.apply_chat_template(
+        turns = [{"role": "system", "content": options.system}] * bool(options.system)
+        content = [*images, {"type": "text", "text": question}] if images else question
+        turns += [{"role": "user", "content": content}]
+        if images:
+            inputs = from_hub(AutoProcessor, folder).apply_chat_template(
                 turns,
                 tokenize=True,
                 add_generation_prompt=True,
                 return_tensors="pt",
                 return_dict=True,
+                **options.chat_template_kwargs,
             )
-        # what tokenizers of some decoders write, and no decoder takes
-        unused = () if images else ("token_type_ids",)
-        ids = {key: value.to(model.device) for key, value in ids.items() if key not in unused}
+        else:  # as training has it
+            if options.plain or not tokenizer.chat_template:
+                tokens = tokenizer(question, add_special_tokens=False)["input_ids"]
+                prompt = [*leading_bos(tokenizer), *tokens]
+            else:
+                asked = Example(turns, template_options=options.chat_template_kwargs)
+                prompt = Encoder(tokenizer, "assistant").prompt(asked, "the question")
+            rows = torch.tensor([prompt])
+            inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        inputs = {name: value.to(model.device) for name, value in inputs.items()}
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}
         for who, as_it in ({**with_base, options.run.name: contextlib.nullcontext}).items():
             with as_it(), torch.no_grad():
-                found = model.generate(**ids, max_new_tokens=options.max_new_tokens)[
-                    0, ids["input_ids"].shape[1] :
+                found = model.generate(**inputs, max_new_tokens=options.max_new_tokens)[
+                    0, inputs["input_ids"].shape[1] :
                 ]
-            answer = tokenizer.decode(found, skip_special_tokens=True).strip()
+            answer = tokenizer.decode(found, skip_special_tokens=True)
             print(f"--- {who}\n{answer}")

@@ -10,7 +10,7 @@ from torch import nn
 from shared.config.options import SpeedConfig
 from shared.models.checks import learn_padding_token
 from shared.models.counts import experts_of
-from shared.models.hub import from_hub
+from shared.models.hub import file_of, from_hub
 from shared.models.loading import load_causal_lm
 from shared.models.options import AdapterConfig
 from shared.models.targets import find_targets, not_to_quantise
@@ -101,6 +101,7 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUS
 
 def _given_adapters(base: Any, name: str) -> Any:
     from peft import PeftModel
+    from transformers import GenerationConfig
 
     missing: list[str] = []
     unused: list[str] = []
@@ -113,6 +114,8 @@ def _given_adapters(base: Any, name: str) -> Any:
     # PEFT's classes take the base first
     model = from_hub(PeftModel, name, first=base, is_trainable=True)
     hook.remove()
+    if file_of(name, "generation_config.json"):  # where its answers end
+        base.generation_config = from_hub(GenerationConfig, name)
     # shared ones are there once
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [key.replace(".default", "") for key in missing if key in trained]

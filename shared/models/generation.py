@@ -19,28 +19,41 @@ from shared.models.loading import without_adapters
 from shared.process.printing import note
 
 
-def end_generation_at(model: Any, end: int | None) -> None:
-    """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base
-    model's text.
+def ends_of(model: Any, tokenizer: Any, end: int | None) -> list[int]:
+    """The tokens that end an answer, in training and after it: those that the model's generation
+    settings name, the tokenizer's, and what ends a turn.
+    """
+    named = without_adapters(model).generation_config.eos_token_id
+    tokens = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id, end]
+    return [token for token in dict.fromkeys(tokens) if token is not None]
+
+
+def end_generation_at(model: Any, tokenizer: Any, end: int | None) -> None:
+    """Let `generate` of the saved model end at all of `ends_of`: what ends a turn need not be what
+    ends a base model's text.
     """
     settings = model.generation_config
     before = settings.eos_token_id
-    ends = [] if before is None else [before] if isinstance(before, int) else list(before)
-    if end is None or end in ends:
+    ends = ends_of(model, tokenizer, end)
+    if ends in ([], before, [before]):
         return
     try:
         settings.validate(strict=True)
     except ValueError:  # transformers saves settings that contradict each other only as they were
         note(
             "warning: the model's generation settings cannot be changed: they do not "
-            f"end a text at token {end}"
+            f"end a text at the tokens {ends}"
         )
         return
-    settings.eos_token_id = [*ends, end] if ends else end
+    settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     note(
-        f"generation ends at the token {end}, too, which ends the turns (the "
-        f"model's settings named {before})"
+        f"generation ends at the tokens {ends}, as in training (the model's settings "
+        f"named {before})"
     )
+
+
+# Relative, of logits behind padding, in fp32 and in 16 bits: rounding alone. More only costs time.
+MAX_ERRORS = (0.002, 0.04)
 
 
 @contextlib.contextmanager
@@ -110,21 +123,23 @@ def generate(
             them chooses depends on its row alone, and not on the batch.
         beside: gives what the model gets beside the padded rows, [prompts, longest]: images.
 
-    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
-    `generate` of transformers on the prepared model, under every strategy: one batch, padded on the
-    left, with the cache. Ranks may have different prompts, but every rank makes the same number of
-    calls.
+    The prompts stay, and the answers get what the longest of them leaves of the model's context: at
+    least one token, as the last one is not read again. Of a prompt that is longer than the context,
+    the last tokens count. `answers.batches_to_answer` finds batches in which no answer depends on
+    the other prompts. Runs `generate` of transformers on the prepared model, under every
+    strategy: one batch, padded on the left, with the cache. Ranks may have different prompts, but
+    every rank makes the same number of calls.
     """
     whole = without_adapters(model)
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize
-    fitting = [ids[-max(1, context - max_new_tokens) :] for ids in prompts]
+    fitting = [ids[-context:] for ids in prompts]
     longest = max(map(len, fitting))
     padding = torch.tensor([longest - len(ids) for ids in fitting], device=device)
     rows = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in fitting], device=device)
     settings = GenerationConfig(
-        max_new_tokens=min(max_new_tokens, context - 1),
+        max_new_tokens=min(max_new_tokens, context + 1 - longest),
         eos_token_id=[*ends] or None,
         pad_token_id=0,
     )
@@ -145,6 +160,24 @@ def generate(
     return [ids[:length] for ids, length in zip(answers, lengths, strict=True)]
 
 
+@torch.no_grad()
+def sees_padding(model: nn.Module) -> bool:
+    """Whether an answer depends on the padding before its prompt, as where a model counts positions
+    from the beginning of the row, or compresses blocks of it: tried on the prepared model. Every
+    rank calls this.
+    """
+    whole = without_adapters(model)
+    prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
+    seen: list[torch.Tensor] = []
+    head = whole.get_output_embeddings()
+    with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
+        for rows in ([prompt], [prompt, prompt + prompt[:7]]):
+            generate(model, rows, max_new_tokens=1, ends=())
+    alone, padded = (logits.float() for logits in seen)
+    allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
+    return bool((padded - alone).norm() > allowed * alone.norm())
+
+
 def continuations(
     model: nn.Module,
     tokenizer: Any,
@@ -155,15 +188,8 @@ def continuations(
     sample: bool = False,
     seed: int = 0,
 ) -> list[str]:
-    """Texts of `generate`, which end at the end-of-text token or the token `end`. Every rank calls
-    this.
-    """
+    """Texts of `generate`, which end at one of `ends_of`. Every rank calls this."""
     draws = np.random.default_rng(seed).random((len(prompts), max_new_tokens)) if sample else None
-    ends = ends_of(tokenizer, end)
+    ends = ends_of(model, tokenizer, end)
     found = generate(model, prompts, ends=ends, max_new_tokens=max_new_tokens, draws=draws)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
-
-
-def ends_of(tokenizer: Any, end: int | None) -> list[int]:
-    """The tokens that end a text: the tokenizer's, and what ends a turn."""
-    return [token for token in (tokenizer.eos_token_id, end) if token is not None]

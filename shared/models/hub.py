@@ -41,8 +41,9 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     folder = Path(name)
     is_folder = bool(name) and folder.is_dir()
     of_weights = bool(options.get("use_safetensors"))
-    is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
-    if first is None and not is_of_text and (folder / "adapter_config.json").is_file():
+    beside_weights = ("Tokenizer", "Processor", "GenerationConfig")
+    is_beside = any(word in auto_class.__name__ for word in beside_weights)
+    if first is None and not is_beside and (folder / "adapter_config.json").is_file():
         raise ConfigError(_AN_ADAPTER.format(name=name))
     if str(name).startswith(("/", ".")) and not is_folder:
         raise ConfigError(f"{name}: no such folder")

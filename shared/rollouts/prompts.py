@@ -99,7 +99,7 @@ class ToPrompts(chat.ToSamples):
             tokens = self.encoder.tokenizer(asked, add_special_tokens=False)["input_ids"]
             ids = [*self.encoder.bos, *tokens]
         else:
-            ids = self._rendered(record, asked, where)
+            ids = self._rendered(record, asked, where, notes)
             for end in self.encoder.end_tokens - {self.encoder.tokenizer.eos_token_id}:
                 notes.add(f"end {end}")
         if not 0 < len(ids) <= self.seq_length:
@@ -107,7 +107,7 @@ class ToPrompts(chat.ToSamples):
             return []
         return [(ids, np.zeros(len(ids), bool))]
 
-    def _rendered(self, record: dict[str, Any], asked: Any, where: str) -> list[int]:
+    def _rendered(self, record: dict[str, Any], asked: Any, where: str, notes: Notes) -> list[int]:
         turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         answer = [{"role": "assistant", "content": "-"}]  # without one, there is nothing to learn
         record = record | {"prompt": turns, "completion": answer}
@@ -115,6 +115,7 @@ class ToPrompts(chat.ToSamples):
             record["system"] = self.system
         example = read_example(record, "prompt and completion", where)
         assert example.messages
+        chat.note_template_options(example, where, notes)
         return self.encoder.prompt(replace(example, messages=example.messages[:-1]), where)
 
 

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from shared.answers.answers import answer, batches, keep_rows
+from shared.answers.answers import answer, batches, batches_to_answer, keep_rows, written
 from shared.data.loader import Share, Window
 from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
@@ -55,7 +55,6 @@ class Rollouts:
         batch.require_full_batch(len(prompts), "prompts")
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.ends = ends_of(tokenizer, prompts.end)
         self.order = Order(len(prompts), batch.global_batch_size, batch.seed, drop_last=True)
         self.share = share
         self.group = config.group_size
@@ -131,8 +130,9 @@ class Rollouts:
 
         Args:
             model: as prepared.
-            reward: (answer, record) -> numbers by name, whose sum is the reward. The record has the
-                text `prompt`, and the other columns of the data.
+            reward: (answer, record) -> numbers by name, whose sum is the reward. Texts are as of
+                `answers.written`. The record has the text `prompt`, and the other columns of the
+                data.
 
         Returns:
             Rewards, [prompts, group] fp32, and means for the log by name: those of the reward's
@@ -149,21 +149,22 @@ class Rollouts:
             np.random.default_rng((self.order.seed, number, row)).random(self.max_new_tokens)
             for row in range(len(rows))
         ]
-        mine = batches([len(ids) for ids, *_ in rows], self.at_once, self.share)
+        asked = [ids for ids, *_ in rows]
+        ends = ends_of(model, self.tokenizer, self.prompts.end)
+        mine = batches_to_answer(model, asked, self.max_new_tokens, self.at_once, self.share)
         answered = answer(
             model,
-            [ids for ids, *_ in rows],
+            asked,
             mine.tolist(),
             max_new_tokens=self.max_new_tokens,
-            ends=self.ends,
+            ends=ends,
             draws=np.stack(draws),
         )
         rewarded: dict[int, tuple[list[int], dict[str, float]]] = {}
         for row, ids in answered:
             prompt, _, columns = rows[row]
-            record = columns | {"prompt": self.tokenizer.decode(prompt)}
-            text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            parts = reward(text, record)
+            before, text = written(self.tokenizer, prompt, ids, ends)
+            parts = reward(text, columns | {"prompt": before})
             if not all(map(math.isfinite, parts.values())):
                 raise ConfigError(f"the reward of {text!r} is not finite: {parts}")
             rewarded[row] = (ids, parts)
@@ -182,7 +183,7 @@ class Rollouts:
             for ids, parts in zip(answers[: self.group], rewards, strict=False)
         ]
         keep_rows(run, "rollouts.jsonl", shown)
-        is_cut = [len(ids) == self.max_new_tokens and ids[-1] not in self.ends for ids in answers]
+        is_cut = [ids[-1] not in ends for ids in answers]
         sums = torch.tensor([sum(parts.values()) for parts in rewards])
         means = {"reward": sums.mean().item()}
         for name in dict.fromkeys(name for parts in rewards for name in parts):

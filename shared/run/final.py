@@ -36,7 +36,7 @@ def save_whole(
     weights = gather_weights(run.accelerator, model, dtype=dtype)
     if not run.is_main:
         return
-    end_generation_at(whole, end)  # the end-of-turn token ends generation
+    end_generation_at(whole, tokenizer, end)
     with whole_folder(run.dir / "final") as folder:
         save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
         load = usage(load_line(whole), tokenizer)

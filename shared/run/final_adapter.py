@@ -36,7 +36,7 @@ def save_adapter(
     if not run.is_main:
         return
     whole = run.unwrap(model)
-    end_generation_at(whole, end)  # the end-of-turn token ends generation
+    end_generation_at(whole, tokenizer, end)
     with whole_folder(run.dir / "final") as folder:
         whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         whole.generation_config.save_pretrained(folder)

@@ -23,6 +23,7 @@ from shared.process.errors import ConfigError
 from shared.process.printing import collapsed, indented, note, print_main
 from shared.text.encoder import Encoder
 from shared.text.forms import (
+    Example,
     parse_json_messages,
     read_example,
     recognise,
@@ -271,6 +272,7 @@ class ToSamples:
         example = read_example(record, form, where)
         for name in unused(record, form, example, template):
             notes.add(f"unused {name}")
+        note_template_options(example, where, notes)
         if example.has_empty_answer:
             notes.add("empty", where)
         if example.prompt and self.encoder.came_with_template:
@@ -336,6 +338,7 @@ def open_samples(
         notes.update(store.notes)
     by_count = notes.named("end ")
     end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
+    _keep_template_options(tokenizer, notes)
     validated_on = " and ".join(how)
     train = encode.opened(trained, numbers, end, validated_on)
     validation = encode.opened(held_out, validated, end, validated_on)
@@ -346,6 +349,31 @@ def open_samples(
             "data, too, word for word"
         )
     return train, validation
+
+
+def note_template_options(example: Example, where: str, notes: Notes) -> None:
+    """Note the variables that a record gives the chat template, if they are switches or words."""
+    for name, value in example.template_options.items():
+        if name.isidentifier() and str(value).isidentifier():
+            notes.add(f"option {name} = {value!r}", where)
+
+
+def _keep_template_options(tokenizer: PreTrainedTokenizerBase, notes: Notes) -> None:
+    """Make the variables that all records have defaults of the chat template, as final/ will have
+    it: a question after training gets the prompt of training.
+    """
+    by_count = notes.named("option ")
+    common = [option for option, count in by_count.items() if count == notes.counts["read"]]
+    template = tokenizer.chat_template
+    if not common or not isinstance(template, str):
+        return
+    parts = [
+        f"{{% if {option.partition(' ')[0]} is not defined %}}{{% set {option} %}}{{% endif %}}"
+        for option in common
+    ]
+    defaults = "".join([*parts, "{{ '' }}"])  # which keeps a line break after it
+    tokenizer.chat_template = defaults + template.removeprefix(defaults)
+    note(f"the chat template in final/ has the defaults of all records: {', '.join(common)}")
 
 
 def _check(store: Store, config: RecordsConfig) -> None:

@@ -9,14 +9,27 @@ import string
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PreTrainedTokenizerFast,
+)
 
-from shared.answers.answers import batches
-from shared.answers.scores import exact_match, token_f1
+from shared.answers.answers import answer, batches, batches_to_answer, written
+from shared.answers.scores import exact_match, solves, token_f1
 from shared.data.loader import Share
+from shared.models.generation import generate, sees_padding
 from shared.text import chat, preferences
+from shared.text.corpus import train_tokenizer
 from shared.text.options import ChatConfig, PreferenceConfig
-from tests.conftest import LAUNCHER, ROOT, Run, command, run, sentence, slow
+from tests.conftest import LAUNCHER, ROOT, Run, command, put_a_token_before_texts, run, sentence, slow
 
 NAMES = ("red", "green blue", "black")
 NEW_TOKENS = 8
@@ -28,14 +41,70 @@ NEW_TOKENS = 8
         ("The  Eiffel Tower!", "eiffel tower", 1, 1),
         ("a cat sat", "the cat sat down", 0, 0.8),  # 2 of 2 words, and 2 of 3
         ("no no yes", "no", 0, 0.5),
-        ("", "The", 1, 1),
         ("", "yes", 0, 0),
-        ("it's", "its", 1, 1),
+        ("", "", 1, 1),
+        ("it's well-known", "its wellknown", 1, 1),
+        ("**(A)**", "A.", 1, 1),
+        ("Option A", "option B", 0, 0.5),
+        ("?", "", 0, 0),
     ],
 )
 def test_scores_are_those_of_squad(answer, reference, exact, f1):
     assert exact_match(answer, reference) == exact
     assert token_f1(answer, reference) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "exact", "solved"),
+    [
+        ("", "A", 0, 0),
+        ("The", "A", 0, 0),
+        ("A", "A", 1, 1),
+        ("B", "A", 0, 0),
+        ("1.5", "15", 0, 0),
+        ("3.14", "314", 0, 0),
+        ("-5", "5", 0, 0),
+        ("1.0", "1", 1, 1),
+        ("x < 5", "x > 5", 0, 0),
+        ("a + b", "a - b", 0, 0),
+        ("f(x)", "fx", 0, 0),
+        ("$0.50", "0.5", 1, 1),
+        (".5", "5", 0, 0),
+        (".5", "0.5", 1, 1),
+        ("\u22125", "5", 0, 0),
+        ("\u22125", "-5", 1, 1),
+        ("3-5", "-5", 0, 0),
+        ("1/2", "3/2", 0, 0),
+        ("1,2,3", "3", 0, 1),
+        ("(2,5)", "25", 0, 0),
+        ("1e3", "3", 0, 0),
+        ("The total is 72 clips, altogether.", "72", 0, 1),
+        ("#### -3", "-3", 1, 1),
+        ("It is 25. (See step 2)", "25", 0, 1),
+        ("10:30", "1030", 0, 0),
+        ("北京", "北 京", 1, 1),
+        # of the same kinds
+        ("1 / 2", "3 / 2", 0, 0),
+        ("1, 5", "2, 5", 0, 0),
+        ("9:30", "10:30", 0, 0),
+        ("4/6/2024", "5/6/2024", 0, 0),
+        ("x - 5", "x + 5", 0, 0),
+        ("x-y", "xy", 0, 0),
+        ("10-15", "1015", 0, 0),
+        ("-$5", "-5", 1, 1),
+        ("1,00,000", "100000", 1, 1),
+        ("So 7 + 5 = (12)", "12", 0, 1),
+        ("It is 5 km/h.", "5 km/h", 0, 1),
+        ("1e999999999", "5", 0, 0),
+        ("5/0", "5", 1, 1),
+        ("9" * 6000, "9" * 6000, 1, 1),
+        ("1e-05", 1e-05, 1, 1),
+        ("none", None, 1, 0),
+    ],
+)
+def test_numbers_count_by_their_value_and_formulas_as_they_are(answer, reference, exact, solved):
+    assert exact_match(answer, str(reference)) == exact
+    assert solves(answer, reference) == solved
 
 
 @pytest.mark.parametrize(("prompts", "per_device", "ranks"), [(1, 8, 4), (9, 8, 1), (23, 4, 2), (5, 1, 2)])
@@ -49,6 +118,60 @@ def test_ranks_share_the_prompts_in_equally_many_batches_of_similar_length(promp
         [lengths[number] for part in parts for number in part[window] if number >= 0] for window in range(len(parts[0]))
     ]
     assert all(min(one) >= max(other) for one, other in itertools.pairwise(windows))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart", "llama4"])
+def test_an_answer_depends_neither_on_other_prompts_nor_on_its_bound(name):
+    """What is left of 64 positions is the answer's: 5 tokens, 1, 24, all. BART's count from the beginning of the row."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "vocab_size": 99}
+    llama = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16}
+    llama |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    llama |= {"no_rope_layers": [1, 0], "max_position_embeddings": 64, "pad_token_id": 0}
+    subject = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64)),
+        "bart": lambda: BartForCausalLM(BartConfig(**sizes, max_position_embeddings=64)),
+        "llama4": lambda: Llama4ForCausalLM(Llama4TextConfig(**llama, floor_scale=35, attn_scale=9.0)),
+    }[name]().eval()
+    for parameter in subject.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)  # so that answers differ
+    assert sees_padding(subject) is (name == "bart")
+    prompts = [torch.randint(1, 99, (length,)).tolist() for length in (60, 64, 41, 3, 60, 11, 3)]
+    alone = [generate(subject, [prompt], max_new_tokens=30, ends=())[0] for prompt in prompts]
+    assert [len(ids) for ids in alone] == [5, 1, 24, 30, 5, 30, 30]
+    assert generate(subject, prompts[:1], max_new_tokens=2, ends=())[0] == alone[0][:2]
+    found = {}
+    for rank in (0, 1):
+        mine = batches_to_answer(subject, prompts, 30, 3, Share(rank, 2, torch.device("cpu")))
+        found |= dict(answer(subject, prompts, mine.tolist(), max_new_tokens=30, ends=()))
+    assert [found[number] for number in range(len(prompts))] == alone
+
+
+def test_answers_are_given_as_they_are_written():
+    """With the white space that code needs, and that some tokenizers drop from what they decode."""
+    text = "def f():\n"
+    for tokenizer in (put_a_token_before_texts(train_tokenizer([text] * 9, vocab_size=300)), words_with_a_space_before()):
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<call>"]})
+        prompt = tokenizer(text)["input_ids"]
+        for said, rest in (("    return 7\n", []), (" <call> x", [tokenizer.eos_token_id]), ("", [tokenizer.eos_token_id])):
+            ids = tokenizer(text + said)["input_ids"][len(prompt) :]
+            assert written(tokenizer, prompt, ids + rest, [tokenizer.eos_token_id]) == (text, said)
+
+
+def words_with_a_space_before():
+    """A tokenizer as Llama 2's: a space is a part of the word after it, and the first one is not written."""
+    pieces = ["<s>", "</s>", "▁def", "▁f():", "▁▁▁▁return", "▁7", "▁x", "▁", "\n", "def"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+            pre_tokenizers.Split(Regex(r"▁*[^▁\n]+|▁+|\n"), "isolated"),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return put_a_token_before_texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
 
 
 def turn(role, content):

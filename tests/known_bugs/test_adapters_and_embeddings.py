@@ -2,20 +2,23 @@
 
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Gemma3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationMixin
 
+from shared.commands import ask
 from shared.models.adapters import add_adapters
 from shared.models.checks import warn_of_untrained_tokens
+from shared.models.generation import ends_of
 from shared.models.options import AdapterConfig, ModelConfig
 from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
-from tests.conftest import run_here
+from tests.conftest import ROOT, run_here
 from tests.small_models import llama, tokens
 
 NOTHING = {"base_model.model.model.layers.0.mlp.up_proj.lora_C.weight": torch.zeros(1)}
@@ -61,7 +64,7 @@ def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
         assert capsys.readouterr().err == f"the adapter of {tmp_path} is trained further\n" + expected
 
 
-def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, chat_file, capsys):
+def test_an_adapter_ends_where_turns_do_however_it_is_loaded(tmp_path, tiny_model, chat_file, capsys, monkeypatch):
     """Qwen3#1064 (2025), LLaMA-Factory#7943 (2025): a base model with an adapter never stopped after its turn."""
     shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -69,17 +72,31 @@ def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model,
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
     flags = ("--model_name_or_path", tmp_path / "model", "--train_file", chat_file, "--max_steps", 1, "--seq_length", 96)
-    run_here("lora_finetune", *flags, "--global_batch_size", 4, "--show_answers", 0, "--output_dir", tmp_path / "run")
+    flags += ("--show_answers", 0, "--merge_adapter", "--output_dir", tmp_path / "runs/chat")
+    run_here("lora_finetune", *flags, "--global_batch_size", 4)
     end = tokenizer.convert_tokens_to_ids("<|pad|>")
-    assert f"generation ends at the token {end}, too, which ends the turns" in capsys.readouterr().err
-    load = re.search("```python\n(.*?)```", (tmp_path / "run/final/README.md").read_text(), re.DOTALL)
-    scope: dict = {}
-    exec(load[1].replace('"final"', repr(str(tmp_path / "run/final"))), scope)
-    model = scope["model"]
-    model.get_output_embeddings().register_forward_hook(lambda m, i, o: torch.eye(o.shape[-1])[end].expand_as(o))
-    prompt = torch.tensor([[5, 6, 7]])
-    done = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-    assert done[0, 3:].tolist() == [end]
+    ends = [tokenizer.eos_token_id, end]
+    assert f"generation ends at the tokens {ends}, as in training" in capsys.readouterr().err
+    asked = []
+
+    def generate(model, **inputs):
+        asked.append(model.generation_config.eos_token_id)
+        return torch.cat([inputs["input_ids"], torch.tensor([[5]])], 1)
+
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
+    monkeypatch.chdir(tmp_path / "runs/chat")  # as the cards say
+    for name in ("final", "merged"):
+        load = re.search("```python\n(.*?)```", (tmp_path / "runs/chat" / name / "README.md").read_text(), re.DOTALL)
+        exec(load[1], {})
+    monkeypatch.chdir(tmp_path)
+    exec(re.search("```python\n(.*?)```", (ROOT / "docs/after_training.md").read_text(), re.DOTALL)[1], {})
+    for folder in ("runs/chat", "runs/chat/merged"):
+        monkeypatch.setattr(sys, "argv", ["ask", folder, "Hello"])
+        ask.main()
+    assert asked == [ends] * 7  # twice beside the base
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trained_on = add_adapters(base, AdapterConfig(adapter_name_or_path=str(tmp_path / "runs/chat/final")))
+    assert ends_of(trained_on, tokenizer, None) == ends
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["pretraining", "modules_to_save"])

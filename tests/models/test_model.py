@@ -44,7 +44,7 @@ from shared.models.blocks import (
 from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
-from shared.models.generation import continuations, end_generation_at, generate
+from shared.models.generation import continuations, end_generation_at, ends_of, generate
 from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
 from shared.models.loading import class_of, outer_parts
 from shared.models.loss import causal_lm_loss
@@ -474,11 +474,13 @@ def greedy(subject, ids, count):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_continuation_stops_at_the_end_of_text_or_at_its_length(name):
-    """It is greedy, whatever the model's own settings say, and sees its prompt's last tokens if not all fit."""
-    subject, prompts = make(name).train(), [[5, 9, 3], [4], [int(i) for i in tokens(70)]]
+    """It is greedy, whatever the model's own settings say, and sees its prompt's last tokens if not all of it fits."""
+    subject, prompts = make(name).train(), [[5, 9, 3], [4], [int(i) for i in tokens(59 if name == "gpt2" else 70)]]
     subject.generation_config = GenerationConfig(do_sample=True, temperature=3.0, repetition_penalty=9.0, min_new_tokens=9)
-    fits = [ids[-58:] if name == "gpt2" else ids for ids in prompts]
-    expected = [greedy(subject.eval(), ids, 6) for ids in fits]
+    expected = [greedy(subject.eval(), ids, 6) for ids in prompts]
+    if name == "gpt2":
+        long = [int(i) for i in tokens(70)]
+        assert generate(subject, [long], max_new_tokens=6, ends=())[0] == greedy(subject, long[-64:], 1)
     subject.train()
 
     def spelled(new, ends):
@@ -591,10 +593,11 @@ def test_frozen_weights_are_told_apart(tmp_path):
 
 
 def test_generation_ends_where_a_learned_turn_does():
+    """In training and after it: where the model's settings say, at the tokenizer's end (7), and where turns end (5)."""
     subject = llama()
-    for before, after in ((None, 5), (5, 5), (3, [3, 5]), ([3, 4], [3, 4, 5])):
+    for before, after in ((None, [7, 5]), (5, [5, 7]), (3, [3, 7, 5]), ([3, 7], [3, 7, 5]), ([3, 5, 7], [3, 5, 7])):
         subject.generation_config.eos_token_id = before
-        end_generation_at(subject, 5)
-        assert subject.generation_config.eos_token_id == after
-        end_generation_at(subject, None)
-        assert subject.generation_config.eos_token_id == after
+        assert ends_of(subject, Spells(), 5) == after
+        for end in (5, None):
+            end_generation_at(subject, Spells(), end)
+            assert subject.generation_config.eos_token_id == after

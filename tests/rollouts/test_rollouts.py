@@ -2,13 +2,17 @@
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.answers.answers import log_answers
 from shared.config.options import BatchConfig
 from shared.data.loader import Share
 from shared.models.generation import generate
@@ -87,7 +91,7 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
     rewards, means = one.sample(at(3), model, reward)
     assert rewards.shape == (4, 4) and means["reward"] == pytest.approx(means["reward/length"] + means["reward/answer"])
     answers = one.tensors["answers"].clone()
-    texts = [tokenizer.decode(row[row >= 0], skip_special_tokens=True).strip() for row in answers]
+    texts = [tokenizer.decode(row[row >= 0], skip_special_tokens=True) for row in answers]
     numbers = [float(prompts[0].prompt(int(index))[2]["answer"]) for index in one.order.indices(2)]
     assert rewards.flatten().tolist() == [len(text) + numbers[row // 4] for row, text in enumerate(texts)]
     assert len(set(texts)) > 12 and means["answer_tokens"] == (answers >= 0).sum(1).double().mean()
@@ -106,6 +110,51 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
             half.sample(at(3), model, reward)
     assert not parts[0].keys() & parts[1].keys() and len(parts[0] | parts[1]) == 16
     assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
+
+
+def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends(model_and_tokenizer, tmp_path):
+    """References are typed as in the data, texts as they are written, and the model's settings name an end."""
+    file = tmp_path / "prompts.jsonl"
+    references = [["a", "b"], {"city": "Rome"}, None, 7, True, " text "]
+    rows = [{"prompt": f"  number {number}\n", "reference": value} for number, value in enumerate(references)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, tokenizer = model_and_tokenizer
+    prompts = read_prompts(PromptConfig(train_file=(str(file),), validation_file=(str(file),)), tokenizer)
+    end = generate(model, [prompts[0].prompt(0)[0]], max_new_tokens=1, ends=())[0][0]
+    seen = {"training": [], "evaluation": []}
+
+    def reward(where, answer, record):
+        seen[where].append((answer, record))
+        return {"length": float(len(answer))}
+
+    run = at(1)
+    run.dir = tmp_path
+    run.config = SimpleNamespace(
+        show_answers=0,
+        eval_answers=6,
+        max_new_tokens=40,
+        batch=BatchConfig(),
+        evaluation=SimpleNamespace(metric_for_best_model="length"),
+    )
+    run.accelerator, run.is_last, run.watch, run.logger = Accelerator(cpu=True), False, lambda rows, _: rows, MagicMock()
+    rollouts = rollouts_of(prompts[0], tokenizer, batch=6, max_new_tokens=40)
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [end]
+    try:
+        _, means = rollouts.sample(run, model, partial(reward, "training"))
+        log_answers(run, model, prompts[1], tokenizer, partial(reward, "evaluation"))
+    finally:
+        model.generation_config.eos_token_id = before
+    wanted = sorted(json.dumps(row, sort_keys=True) for row in rows)
+    assert sorted({json.dumps(record, sort_keys=True) for _, record in seen["training"]}) == wanted
+    assert sorted(json.dumps(record, sort_keys=True) for _, record in seen["evaluation"]) == wanted
+    sampled = [[token for token in row.tolist() if token >= 0] for row in rollouts.tensors["answers"]]
+    cut = [ids for ids in sampled if ids[-1] not in (end, tokenizer.eos_token_id)]
+    assert any(ids[-1] == end for ids in sampled) and all(len(ids) == 40 for ids in cut)
+    assert means["cut_answers"] == len(cut) / len(sampled) < 1
+    assert not any(end in ids[:-1] for ids in sampled)
+    assert any(answer != answer.strip() for answer, _ in seen["training"])
+    assert "" in [answer for answer, _ in seen["evaluation"]]  # it begins with that end
 
 
 def test_a_reward_that_is_not_finite_ends_the_run_with_its_answer(model_and_tokenizer, prompts):

@@ -388,8 +388,30 @@ def test_answers_that_do_not_follow_the_generation_prompt_are_counted(chatml, tm
     assert '"enable_thinking": false' in said and said.partition("the first is ")[2].startswith(f"{path}:1, message 2")
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
-    (line,) = capsys.readouterr().err.splitlines()  # the records are alike
+    kept, line = capsys.readouterr().err.splitlines()  # the records are alike
+    assert kept == "the chat template in final/ has the defaults of all records: enable_thinking = False"
     assert line.endswith("validation texts are in the training data, too, word for word")
+
+
+def test_what_all_records_give_the_chat_template_is_its_default_after_training(chatml, tmp_path, monkeypatch):
+    given = chatml.chat_template = "{{ thinks }} {{ level }} {{ other }}" + chatml.chat_template
+    path = tmp_path / "data.jsonl"
+    options = [{"thinks": False, "level": "high", "other": "a"}, {"level": "high", "thinks": False, "other": "b"}]
+    rows = [{"messages": TURNS[1:3], "chat_template_kwargs": options[n % 2]} for n in range(30)]
+
+    def asked(**values):
+        return chatml.apply_chat_template(TURNS[1:2], tokenize=False, **values).split("<")[0]
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared(chatml, path, tmp_path, monkeypatch)
+    assert asked() == "False high " and asked(thinks=True, level="low", other="c") == "True low c"
+    kept = chatml.chat_template
+    prepared(chatml, path, tmp_path, monkeypatch)
+    assert chatml.chat_template == kept != given  # once
+    chatml.chat_template = given
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": TURNS[1:3]}]))
+    prepared(chatml, path, tmp_path, monkeypatch)
+    assert chatml.chat_template == given
 
 
 def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):

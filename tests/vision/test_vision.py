@@ -269,7 +269,7 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
         )
         end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
         found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=[0, end], pad_token_id=0)
-        text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert row["answer"] == text
 
 
