@@ -108,8 +108,8 @@ class Packed:
 
 def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also
-    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, `position_ids`
-    are left out.
+    `targets`, `cu_seqlens` and `filled`, see `loss.causal_lm_loss`. If no position restarts,
+    `position_ids` are left out.
 
     Padding comes after a row's last document and has no targets. There is no attention mask, since
     models separate documents by restarting positions only if they get none.
@@ -134,7 +134,8 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
 
 def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also
-    `targets`, the places of the labels that count: looking for them on a device would wait for it.
+    `targets`, the places of the labels that count: looking for them on a device would wait for it;
+    and `filled`, [batch], the tokens of each row without padding.
 
     There is no attention mask: a causal model never sees the padding, which comes last and has no
     targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
@@ -149,8 +150,9 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    targets = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
+    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
+    batch["filled"] = np.array([len(row["labels"]) for row in rows])
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 def grouped_order(

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED
-from shared.models import attention, isolation
+from shared.models import angles, attention, isolation
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of
@@ -112,7 +112,7 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     """Bit for bit the same losses and gradients, windows of attention included."""
     subject = make(name, implementation)
     batch = batches()[kind]
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens", "filled")}
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
@@ -159,7 +159,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
 
 
 def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
-    keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
+    keys = {kind: set(batch) - {"input_ids", "labels", "targets", "filled"} for kind, batch in batches().items()}
     assert keys == {
         "plain": set(),
         "packed": {"position_ids", "cu_seqlens"},
@@ -337,7 +337,7 @@ def test_bounds_of_documents_say_what_their_positions_say(rows):
     bounds = cu_seqlens_of(positions)
     assert bounds.dtype == np.int32 and bounds.tolist() == np.cumsum([0, *chain(*rows)]).tolist()
     mask = attention.mask_of(torch.from_numpy(bounds), *positions.shape)
-    number = attention.number_of_document(torch.from_numpy(positions))
+    number = angles.number_of_document(torch.from_numpy(positions))
     assert torch.equal(mask[:, 0], (number[:, :, None] == number[:, None, :]).tril())
 
 

@@ -705,7 +705,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, collate_padded, 3)
     assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
-    assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
+    assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels", "filled"}
     packed = Packed(talks, 16)
     assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
