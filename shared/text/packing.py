@@ -106,7 +106,9 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self) * self.capacity)
 
 
-def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
+def collate_packed(
+    rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None, longest: int = sys.maxsize
+) -> Batch:
     """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also
     `targets`, `cu_seqlens` and `filled`, see `loss.causal_lm_loss`. If no position restarts,
     `position_ids` are left out.
@@ -119,13 +121,15 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
         multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for
             each length.
         at_most: but not beyond this length; no row is longer.
+        longest: of a document. Positions of padding restart after as many: a model may have no
+            more.
     """
     batch = collate_padded(rows, multiple_of=multiple_of, at_most=at_most)
     position_ids = np.zeros(batch["labels"].shape, np.int64)
     for i, row in enumerate(rows):
         own = row["position_ids"]
         missing = position_ids.shape[1] - len(own)
-        position_ids[i] = np.append(own, own[-1] + 1 + np.arange(missing))
+        position_ids[i] = np.append(own, (own[-1] + 1 + np.arange(missing)) % longest)
     if not position_ids[:, 1:].all():
         batch["position_ids"] = torch.from_numpy(position_ids)
         batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(position_ids))

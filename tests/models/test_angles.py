@@ -13,6 +13,7 @@ from shared.models.attention import forward_rows
 from shared.models.isolation import isolate_documents
 from shared.models.loss import causal_lm_loss
 from shared.text.packing import collate_packed, collate_padded, joined
+from shared.text.preferences import collate_pairs
 
 BOUND = 32
 SHAPE = {
@@ -111,3 +112,15 @@ def test_a_padded_text_has_the_scores_it_has_alone():
     scores = forward_rows(model, {"input_ids": ids, "attention_mask": (ids > 0).long()}).logits
     for row, found in zip(rows, scores, strict=True):
         torch.testing.assert_close(found, model(input_ids=row[None], use_cache=False).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_pair_of_full_length_beside_a_short_one_fits_a_table_of_positions():
+    """The short row was filled up with positions beyond the table: an index error, on a GPU a stop of the device."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, n_positions=64)).eval()
+    answers = rows_of(60, 64, 10, 50)
+    pairs = [joined(answers[start : start + 2]) | {"reference": np.zeros(2, np.float32)} for start in (0, 2)]
+    batch = collate_pairs(pairs, packed=True, seq_length=64)
+    together = causal_lm_loss(model, batch)
+    torch.testing.assert_close(together, sum(causal_lm_loss(model, collate_padded([answer])) for answer in answers))

@@ -679,6 +679,8 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
     rows[0]["position_ids"] = np.array([0, 0, 1])
     several = collate_packed(rows, multiple_of=4)
     assert several["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
+    bounded = collate_packed(rows, multiple_of=4, longest=2)  # a model with two positions
+    assert bounded["position_ids"].tolist() == [[0, 0, 1, 0], [0, 1, 0, 1]]
 
 
 class OfLengths:
