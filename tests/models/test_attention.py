@@ -218,6 +218,9 @@ class SumsAll(nn.Module):
     def get_decoder(self):
         return self
 
+    def get_output_embeddings(self):
+        return nn.Identity()
+
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
@@ -239,6 +242,21 @@ class CountsOn(SumsAll):
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         place = torch.arange(input_ids.shape[1])[None, :, None]
         return SimpleNamespace(logits=self.embedding(input_ids) * (1 + place))
+
+
+class LooksAtThePlace(SumsAll):
+    """As Llama 4 does with its temperature: tokens far into a row are scaled, wherever their document begins."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        is_far = torch.arange(input_ids.shape[1])[:, None] >= 1000
+        return SimpleNamespace(logits=self.embedding(input_ids) * (1 + 0.01 * is_far))
+
+
+def test_a_model_whose_documents_are_apart_in_short_rows_only_is_not_packed_in_long_ones():
+    subject = LooksAtThePlace()
+    assert isolation.isolate_documents(subject, CPU, VOCAB, length=1000)[0]
+    apart, why = isolation.isolate_documents(subject, CPU, VOCAB, length=1001)
+    assert not apart and why == "off: LooksAtThePlace lets documents of one row see each other if it has 1,001 tokens"
 
 
 @pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
