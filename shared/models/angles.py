@@ -76,11 +76,15 @@ def chosen_by_answer(model: Any, whole: Any) -> Iterator[None]:
         yield
         return
     prepare = whole.prepare_inputs_for_generation
-    bound = _bound_of(whole.config.get_text_config().rope_parameters)
+    settings = whole.config.get_text_config().rope_parameters
+    kinds = (
+        [settings] if "rope_type" in settings else settings.values()
+    )  # or one of each layer type
+    bounds = [_bound_of(kind) for kind in kinds if kind["rope_type"] == "longrope"]
 
     @wraps(prepare)  # transformers looks at its arguments
     def prepared(*arguments: Any, **named: Any) -> Any:
-        if bool((named["position_ids"][:, -1] == bound).any()):
+        if any(place in bounds for place in named["position_ids"][:, -1].tolist()):
             named["past_key_values"] = named["next_sequence_length"] = None
         return prepare(*arguments, **named)
 

@@ -154,9 +154,11 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
-    batch["filled"] = np.array([len(row["labels"]) for row in rows])
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
+    counts = {
+        "targets": np.flatnonzero(batch["labels"] != IGNORED),
+        "filled": np.array([len(row["labels"]) for row in rows]),
+    }
+    return {key: torch.from_numpy(value) for key, value in (batch | counts).items()}
 
 
 def grouped_order(
