@@ -20,8 +20,8 @@ KINDS = ("longrope", "dynamic")
 
 def kind_of(model: Any) -> str:
     """The kind of a model's angles if they depend on a document's length, else ""."""
-    config = without_adapters(model).config.get_text_config()
-    return _kind_in(getattr(config, "rope_parameters", None))
+    config = getattr(without_adapters(model), "config", None)  # a model of the user's has none
+    return _kind_in(config and getattr(config.get_text_config(), "rope_parameters", None))
 
 
 def _kind_in(settings: Any) -> str:
