@@ -248,7 +248,12 @@ def main(config: Config) -> None:
     if config.data.isolate_documents:
         at_once = config.batch.micro_batch()[0]
         _, documents = isolate_documents(
-            model, setup.device, len(data.tokenizer), at_once, required=True
+            model,
+            setup.device,
+            len(data.tokenizer),
+            at_once,
+            length=config.seq_length,
+            required=True,
         )
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None

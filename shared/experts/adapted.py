@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch import nn
 
 from shared.experts.products import (
@@ -27,6 +27,14 @@ class _ComputedInside(ParamWrapper):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.base_layer(x, *args, **kwargs)
+
+
+class _BesideWeight(ParamWrapper):
+    """PEFT's adapter of a linear layer's weight, added to what the layer returns: in the sum of
+    both weights, 16 bits round small updates away.
+    """
+
+    forward = Linear.forward
 
 
 class _AdaptedProduct:
@@ -56,13 +64,17 @@ class _AdaptedProduct:
 
 
 def attach(model: Any) -> None:
-    """Let the fused experts of a PEFT model compute the adapters that PEFT has made for them."""
+    """Let the fused experts of a PEFT model, and layers that PEFT takes for experts, compute the
+    adapters that PEFT has made for their weights.
+    """
     use_launch_precision(model.get_base_model())
     for wrapper in model.modules():
         if not isinstance(wrapper, ParamWrapper):
             continue
         experts: Any = wrapper.get_base_layer()
         name = wrapper.parameter_name
+        if isinstance(experts, nn.Linear):
+            wrapper.__class__ = _BesideWeight
         # where transformers computes the experts, PEFT changes their weights
         if is_fused(experts, name) and experts.config._experts_implementation == NAME:
             wrapper.__class__ = _ComputedInside

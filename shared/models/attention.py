@@ -21,6 +21,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import AttentionInterface
 
 from shared.data.order import Batch
+from shared.models import angles
+from shared.models.angles import number_of_document
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
 from shared.parallel.sequence import attend_by_heads
@@ -117,6 +119,8 @@ def forward_rows(model: nn.Module, batch: Batch, *, like: Any = None) -> Any:
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
+    if angles.kind_of(model):
+        inputs["position_ids"] = angles.positions_without_padding(batch)
     for name in batch:
         if name.startswith("image."):  # see `shared.vision`
             inputs[name.removeprefix("image.")] = batch[name]
@@ -137,7 +141,8 @@ def forward_rows(model: nn.Module, batch: Batch, *, like: Any = None) -> Any:
         if form.bounds:
             inputs[form.bounds] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(inputs["position_ids"]).int()
-    return model(**inputs, attention_mask=mask, use_cache=False)
+    with angles.chosen_by_document(model):
+        return model(**inputs, attention_mask=mask, use_cache=False)
 
 
 def describe(model: Any) -> str:
@@ -147,12 +152,6 @@ def describe(model: Any) -> str:
     if used == "eager" and not model._supports_sdpa:
         return f"{used}: {type(model).__name__} has no sdpa"
     return used
-
-
-def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number, from 0, of each position's document in its row: [batch, seq]."""
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1)
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:

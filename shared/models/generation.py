@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from shared.models.angles import chosen_by_answer
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
@@ -145,7 +146,7 @@ def generate(
     )
     before = whole.generation_config
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
-    with as_in_an_evaluation(model), _through(model, whole):
+    with as_in_an_evaluation(model), _through(model, whole), chosen_by_answer(model, whole):
         found = whole.generate(
             rows,
             attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),

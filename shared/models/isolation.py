@@ -12,10 +12,12 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
+from shared.data.loader import cu_seqlens_of
 from shared.data.order import Batch
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
 from shared.models.blocks import as_in_an_evaluation
+from shared.models.checks import context_of
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
@@ -26,6 +28,7 @@ from shared.process.errors import ConfigError, reason_of
 MAX_ERROR = 0.02
 # Relative, of logits in fp32: the same to the last digits if positions restart with a document.
 FP32_ERROR = 0.002
+LONGEST_TRIED = 2**14  # tokens: a mask takes the square
 
 # Packages that transformers imports with the models that they are for
 RECURRENT_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
@@ -36,14 +39,21 @@ Heads = tuple[int, int, int, int, torch.dtype]
 
 @torch.no_grad()
 def isolate_documents(
-    model: Any, device: torch.device, vocab_size: int, rows: int = 1, *, required: bool = False
+    model: Any,
+    device: torch.device,
+    vocab_size: int,
+    rows: int = 1,
+    *,
+    length: int = 128,
+    required: bool = False,
 ) -> tuple[bool, str]:
     """Check that packed documents do not see each other, and use the fastest attention.
 
     A document must have the logits that it has alone, wherever it lies in a row and whatever lies
     before it. The rows are tried in each `Form` that the model may take; the one that works becomes
-    `model.row_form`. Layers that choose tokens for sparse attention are not packed: a trial of few
-    tokens, all of which they choose, shows nothing.
+    `model.row_form`. At last, it lies in a row as long as those of training: attention may depend
+    on places beyond thousands of tokens. Layers that choose tokens for sparse attention are not
+    packed.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost
     grows with the square of the row length. It must give the same as the mask: results, gradients
@@ -54,6 +64,7 @@ def isolate_documents(
     Args:
         rows: the number of rows in training: some attention kernels look at positions only if the
             batch is a single row.
+        length: tokens of a row in training.
         required: raise an error if documents see each other.
 
     Returns:
@@ -63,6 +74,7 @@ def isolate_documents(
         ConfigError: see `required`.
     """
     trial = _Trial(model, device, vocab_size, rows)
+    trial.length = length
     avoid_cudnn()  # each number of documents would cost it a new plan
     if not trial.finds_form():
         why = f"{type(trial.whole).__name__} lets documents of one row see each other{trial.hint}"
@@ -94,6 +106,7 @@ class _Trial:
         whole: the model without wrappers.
         masked: the packed rows' logits, with a mask.
         heads: of the calls of SDPA in that forward.
+        length: tokens of a row in training.
         hint: why documents are not apart, if it is known.
     """
 
@@ -114,6 +127,7 @@ class _Trial:
         self.alone = {"input_ids": tokens.roll(8, 1)}
         self.masked: torch.Tensor
         self.heads: set[Heads] = set()
+        self.length = 0
         self.hint = ""
         self.autocasts = False
 
@@ -130,7 +144,9 @@ class _Trial:
             self.model.row_form = form
             try:
                 if self._is_apart():
-                    return True
+                    self.hint = self._why_not_in_long_rows()
+                    if not self.hint:
+                        return True
             except Exception as error:  # a model may raise anything if it does not take this form
                 end_step(self.model)
                 why = reason_of(error)
@@ -155,10 +171,34 @@ class _Trial:
         if in_16_bits:
             rounding = relative_error(self.masked[:, :8], plain[:, :8])
             allowed = max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
+        self.own = alone[:1, :8], allowed
         return (
             _see_the_same(self.masked, changed)
             and relative_error(self.masked[:, 8:], alone[:, :8]) < allowed
         )
+
+    def _why_not_in_long_rows(self) -> str:
+        """Why the second document has other logits at the end of a long row; "" if it does not."""
+        scales = [m for m in self.whole.modules() if getattr(m, "attn_temperature_tuning", False)]
+        # too little to be seen in 16 bits
+        if (first := min((m.floor_scale for m in scales), default=sys.maxsize)) <= self.length:
+            return f": from token {first:,} of a row on, its attention is scaled by the place there"
+        length = min(self.length, LONGEST_TRIED) - 8
+        if length < 8:
+            return ""
+        tokens = self.packed["input_ids"][:1]
+        before = tokens[:, :8].repeat(1, -(-length // 8))[:, :length]
+        places = torch.arange(length + 8) % (context_of(self.whole) or length)
+        places[length:] = torch.arange(8)
+        row = {"input_ids": torch.cat([before, tokens[:, 8:]], 1), "position_ids": places[None]}
+        row["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(places.numpy()))
+        # logits of few tokens: of a whole row they may not fit
+        head = self.whole.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -8:],)):
+            (found,) = self._logits({name: value.to(self.device) for name, value in row.items()})
+        alone, allowed = self.own
+        is_apart = relative_error(found[:, -8:], alone) < allowed
+        return "" if is_apart else f" if it has {length + 8:,} tokens"
 
     def why_not_by(self, kernel: Kernel) -> str:
         """Why the model's blocks cannot use the kernel; "" if they do from now on."""
@@ -184,7 +224,7 @@ class _Trial:
         return why
 
     def _logits(self, *batches: Batch) -> list[torch.Tensor]:
-        """Of each batch, [rows, 16, vocab]."""
+        """Of each batch, [rows, tokens, vocab]."""
 
         def look(*_: Any) -> None:
             self.autocasts = torch.is_autocast_enabled(self.device.type)
@@ -192,7 +232,10 @@ class _Trial:
         hook = self.whole.get_decoder().register_forward_pre_hook(look)
         with hook, as_in_an_evaluation(self.model):
             found = [forward_rows(self.model, batch).logits for batch in batches]
-        return [logits.reshape(*self.packed["input_ids"].shape, -1) for logits in found]
+        return [
+            logits.reshape(len(batch["input_ids"]), -1, logits.shape[-1])
+            for batch, logits in zip(batches, found, strict=True)
+        ]
 
 
 def _see_the_same(before: torch.Tensor, changed: torch.Tensor) -> bool:

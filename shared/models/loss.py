@@ -51,8 +51,8 @@ def causal_lm_loss(
         model: returns logits, [batch, seq, vocab], or the loss itself after `fuse_head`.
         batch: `input_ids`, and `labels`: [batch, seq], the next token of each position or -100. Has
             `position_ids` only if rows hold several documents. May have `targets`: [any], the
-            indices of the flattened labels that are not -100, ascending; and `cu_seqlens`, see
-            `loader.cu_seqlens_of`.
+            indices of the flattened labels that are not -100, ascending; `cu_seqlens`, see
+            `loader.cu_seqlens_of`; and `filled`: [batch], the tokens of each row without padding.
         log: called with aux_loss, the balancing loss, if there is one.
 
     Returns:

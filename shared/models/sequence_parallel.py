@@ -11,6 +11,7 @@ from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import Batch
 from shared.data.stretches import cut, own_part
+from shared.models import angles
 from shared.models.attention import forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.isolation import FP32_ERROR, MAX_ERROR, relative_error
@@ -19,9 +20,6 @@ from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
 from shared.process.errors import ConfigError, reason_of
-
-# Their angles depend on the longest position of a forward, of which each rank has its own.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
@@ -75,10 +73,8 @@ class SequenceParallel(Strategy):
             return "it chooses the tokens that it sees from the whole row"
         if getattr(config, "attn_temperature_tuning", False):  # by the local place
             return "its attention is scaled by a token's place in the row"
-        parameters = str(getattr(config, "rope_parameters", None) or {})
-        for name in LENGTH_DEPENDENT:
-            if f"'{name}'" in parameters:
-                return f"its {name} positions depend on a row's length"
+        if kind := angles.kind_of(whole):  # of which each rank has a part
+            return f"its {kind} positions depend on a row's length"
         if config._attn_implementation != "sdpa":
             return f"its attention is {config._attn_implementation}, not sdpa"
         generator = torch.Generator().manual_seed(0)

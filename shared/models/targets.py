@@ -123,8 +123,6 @@ def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -
         return "--no_lora_experts"
     if adapter.lora_dropout or adapter.use_dora:
         return "not with --lora_dropout or --use_dora"
-    if name not in fused and adapter.load_in_4bit:
-        return "quantised"
     return ""
 
 

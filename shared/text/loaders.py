@@ -72,7 +72,14 @@ def choose_packing(
     if why_not or options.packing == "off":
         return False, ": ".join(["off", why_not] if why_not else ["off"])
     rows = batch.micro_batch()[0] or batch.per_device_train_batch_size
-    return isolate_documents(model, device, len(tokenizer), rows, required=options.packing == "on")
+    return isolate_documents(
+        model,
+        device,
+        len(tokenizer),
+        rows,
+        length=options.row_length,
+        required=options.packing == "on",
+    )
 
 
 def build_loaders(

@@ -95,6 +95,11 @@ class SamplesConfig(RecordsConfig):
     # refuses any that you do not name
     allow_unused_columns: Free[tuple[str, ...]] = ()
 
+    @property
+    def row_length(self) -> int:
+        """Tokens of a packed row, at most."""
+        return self.seq_length
+
 
 @dataclass(frozen=True)
 class ChatConfig(SamplesConfig):
@@ -109,6 +114,10 @@ class ChatConfig(SamplesConfig):
 @dataclass(frozen=True)
 class PreferenceConfig(SamplesConfig):
     """Pairs of answers to one prompt."""
+
+    @property
+    def row_length(self) -> int:
+        return 2 * self.seq_length
 
     def __post_init__(self) -> None:
         super().__post_init__()

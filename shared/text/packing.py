@@ -106,10 +106,12 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self) * self.capacity)
 
 
-def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
+def collate_packed(
+    rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None, longest: int = sys.maxsize
+) -> Batch:
     """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also
-    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, `position_ids`
-    are left out.
+    `targets`, `cu_seqlens` and `filled`, see `loss.causal_lm_loss`. If no position restarts,
+    `position_ids` are left out.
 
     Padding comes after a row's last document and has no targets. There is no attention mask, since
     models separate documents by restarting positions only if they get none.
@@ -119,13 +121,15 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
         multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for
             each length.
         at_most: but not beyond this length; no row is longer.
+        longest: of a document. Positions of padding restart after as many: a model may have no
+            more.
     """
     batch = collate_padded(rows, multiple_of=multiple_of, at_most=at_most)
     position_ids = np.zeros(batch["labels"].shape, np.int64)
     for i, row in enumerate(rows):
         own = row["position_ids"]
         missing = position_ids.shape[1] - len(own)
-        position_ids[i] = np.append(own, own[-1] + 1 + np.arange(missing))
+        position_ids[i] = np.append(own, (own[-1] + 1 + np.arange(missing)) % longest)
     if not position_ids[:, 1:].all():
         batch["position_ids"] = torch.from_numpy(position_ids)
         batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(position_ids))
@@ -134,7 +138,8 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
 
 def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also
-    `targets`, the places of the labels that count: looking for them on a device would wait for it.
+    `targets`, the places of the labels that count: looking for them on a device would wait for it;
+    and `filled`, [batch], the tokens of each row without padding.
 
     There is no attention mask: a causal model never sees the padding, which comes last and has no
     targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
@@ -149,8 +154,11 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
-    targets = np.flatnonzero(batch["labels"] != IGNORED)
-    return {key: torch.from_numpy(value) for key, value in (batch | {"targets": targets}).items()}
+    counts = {
+        "targets": np.flatnonzero(batch["labels"] != IGNORED),
+        "filled": np.array([len(row["labels"]) for row in rows]),
+    }
+    return {key: torch.from_numpy(value) for key, value in (batch | counts).items()}
 
 
 def grouped_order(

@@ -172,7 +172,7 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
         for part in (slice(cut), slice(cut, None))
     ]
     if packed:
-        batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length)
+        batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length, longest=seq_length)
         place = torch.arange(batch["labels"].shape[1])
         number = torch.arange(len(rows))[:, None]
         batch["answers"] = 2 * number + (place >= torch.tensor(cuts)[:, None])

@@ -4,11 +4,13 @@ import gc
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.config.options import SpeedConfig
@@ -126,6 +128,34 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
     assert error["ours"] < error["peft"]
 
 
+def test_layers_that_peft_takes_for_experts_have_adapters_in_4_bits_and_small_updates_count_in_16(tmp_path):
+    """Dense and shared layers: PEFT adds the update to their weight, in the weight's precision."""
+    make("glm4_moe", tmp_path)
+    change, names = {}, {}
+    for kind, precision in {"exact": "no", "4 bits": "no", "16 bits": "bf16", "peft": "bf16"}.items():
+        torch.manual_seed(0)
+        options = AdapterConfig(lora_r=3, lora_alpha=6, load_in_4bit=kind == "4 bits")
+        launch = SimpleNamespace(mixed_precision=precision, distributed_type=None, device=torch.device("cpu"))
+        base = adapters.load_base(str(tmp_path), options, SpeedConfig(attn_implementation="sdpa"), launch)
+        model = adapters.add_adapters(base, options)
+        names[kind] = sorted(name for name, p in model.named_parameters() if p.requires_grad)
+        layer = model.get_submodule("base_model.model.model.layers.1.mlp.shared_experts.up_proj")
+        if kind == "peft":
+            layer.__class__ = ParamWrapper
+        generator = torch.Generator().manual_seed(1)
+        for matrices, size in ((layer.lora_A, 1), (layer.lora_B, 1e-4)):
+            matrices["default"].weight.data = torch.randn(matrices["default"].weight.shape, generator=generator) * size
+        states = torch.randn(40, 32, generator=generator)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            change[kind] = layer(states).float()
+            with model.disable_adapter():
+                change[kind] -= layer(states).float()
+    assert names["exact"] == names["4 bits"] == names["16 bits"]
+    torch.testing.assert_close(change["4 bits"], change["exact"], rtol=0.01, atol=1e-6)
+    error = {kind: float((found - change["exact"]).norm() / change["exact"].norm()) for kind, found in change.items()}
+    assert error["16 bits"] < error["peft"]
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_4_bits(tmp_path, family):
     """Sizes, counts, adapters, merging; in each layer the products are those of the weights that merging unpacks."""
@@ -187,6 +217,7 @@ def test_loading_in_4_bits_never_holds_two_layers_of_whole_experts(tmp_path):
             return result
 
     load = (str(tmp_path), QLORA, SpeedConfig(), Accelerator(cpu=True))
+    gc.collect()  # models of other tests
     with Largest() as largest:
         adapters.load_base(*load)
     assert 0 < largest.numbers <= layer

@@ -52,7 +52,7 @@ SIZES = {
     16: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_head_dim index_head_dim "
     "index_block_size mamba_d_state ssm_state_size state_size chunk_size mamba_chunk_size",
     32: "hidden_size d_model n_embd dim embedding_size hidden_size_global index_n_heads index_topk projection_dim",
-    40: "sliding_window sliding_window_size attention_window keep_window_size",
+    40: "sliding_window sliding_window_size attention_window keep_window_size floor_scale log_scaling_n_floor",
     48: "intermediate_size ffn_dim n_inner dff dim_ff encoder_ffn_dim decoder_ffn_dim",
     64: "vocab_size vocab_size_per_layer_input attention_chunk_size image_size",
     512: "max_position_embeddings n_positions",
@@ -180,7 +180,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     if name not in BY_LENGTH:
         assert float(causal_lm_loss(model, collate_padded(every))) == alike(alone)
     rows = Packed(documents, 200)
-    if isolate_documents(model, CPU, VOCAB, len(rows))[0]:
+    if isolate_documents(model, CPU, VOCAB, len(rows), length=200)[0]:
         assert float(causal_lm_loss(model, collate_packed([rows[number] for number in range(len(rows))]))) == alike(alone)
 
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_causal_mask
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED
-from shared.models import attention, isolation
+from shared.models import angles, attention, isolation
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of
@@ -112,7 +112,7 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     """Bit for bit the same losses and gradients, windows of attention included."""
     subject = make(name, implementation)
     batch = batches()[kind]
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens", "filled")}
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
@@ -159,7 +159,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
 
 
 def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
-    keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
+    keys = {kind: set(batch) - {"input_ids", "labels", "targets", "filled"} for kind, batch in batches().items()}
     assert keys == {
         "plain": set(),
         "packed": {"position_ids", "cu_seqlens"},
@@ -218,6 +218,9 @@ class SumsAll(nn.Module):
     def get_decoder(self):
         return self
 
+    def get_output_embeddings(self):
+        return nn.Identity()
+
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
@@ -239,6 +242,21 @@ class CountsOn(SumsAll):
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         place = torch.arange(input_ids.shape[1])[None, :, None]
         return SimpleNamespace(logits=self.embedding(input_ids) * (1 + place))
+
+
+class LooksAtThePlace(SumsAll):
+    """As Llama 4 does with its temperature: tokens far into a row are scaled, wherever their document begins."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        is_far = torch.arange(input_ids.shape[1])[:, None] >= 1000
+        return SimpleNamespace(logits=self.embedding(input_ids) * (1 + 0.01 * is_far))
+
+
+def test_a_model_whose_documents_are_apart_in_short_rows_only_is_not_packed_in_long_ones():
+    subject = LooksAtThePlace()
+    assert isolation.isolate_documents(subject, CPU, VOCAB, length=1000)[0]
+    apart, why = isolation.isolate_documents(subject, CPU, VOCAB, length=1001)
+    assert not apart and why == "off: LooksAtThePlace lets documents of one row see each other if it has 1,001 tokens"
 
 
 @pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
@@ -337,7 +355,7 @@ def test_bounds_of_documents_say_what_their_positions_say(rows):
     bounds = cu_seqlens_of(positions)
     assert bounds.dtype == np.int32 and bounds.tolist() == np.cumsum([0, *chain(*rows)]).tolist()
     mask = attention.mask_of(torch.from_numpy(bounds), *positions.shape)
-    number = attention.number_of_document(torch.from_numpy(positions))
+    number = angles.number_of_document(torch.from_numpy(positions))
     assert torch.equal(mask[:, 0], (number[:, :, None] == number[:, None, :]).tril())
 
 

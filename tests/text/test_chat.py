@@ -712,6 +712,8 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
     rows[0]["position_ids"] = np.array([0, 0, 1])
     several = collate_packed(rows, multiple_of=4)
     assert several["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
+    bounded = collate_packed(rows, multiple_of=4, longest=2)  # a model with two positions
+    assert bounded["position_ids"].tolist() == [[0, 0, 1, 0], [0, 1, 0, 1]]
 
 
 class OfLengths:
@@ -738,7 +740,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, collate_padded, 3)
     assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
-    assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
+    assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels", "filled"}
     packed = Packed(talks, 16)
     assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
