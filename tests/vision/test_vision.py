@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoProcessor
 
@@ -149,6 +149,11 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
         labels = torch.from_numpy(np.where(learned, ids, IGNORED)[1:]).long()
         losses.append(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item())
     with torch.no_grad():
+        for index, place in [(0, 0), (1, 0), (1, 1)]:
+            row = samples[index]
+            row["images"][place] = ImageOps.invert(row["images"][place])
+            # the model sees, or what follows shows nothing
+            assert abs(causal_lm_loss(model, samples.collate([row])).item() - losses[index]) > 1e-3
         for index, plain in enumerate(losses):
             assert causal_lm_loss(model, samples.collate([samples[index]])).item() == pytest.approx(plain, rel=1e-5)
         batch = samples.collate([samples[index] for index in range(3)], multiple_of=16)
