@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from shared.data.order import Batch
+from shared.images.decoding import BadImage
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
 
@@ -20,6 +21,8 @@ SMALL = (64, 64)  # width and height of the image that stands in where a batch h
 
 class ImageProcessor:
     """The processor of the model `name`.
+
+    Its chat template becomes the tokenizer's, which may be that of the text model alone.
 
     Raises:
         ConfigError: there is none that this project can use, with the reason.
@@ -33,6 +36,8 @@ class ImageProcessor:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.processor = from_hub(AutoProcessor, name)
         self.tokenizer = tokenizer
+        template = getattr(self.processor, "chat_template", None)
+        tokenizer.chat_template = template or tokenizer.chat_template
         self.mark = str(getattr(self.processor, "image_token", ""))  # of an image in a text
         if not self.mark or not hasattr(self.processor, "image_processor"):
             raise ConfigError(
@@ -74,23 +79,19 @@ class ImageProcessor:
         )
         return [place["replacement"] for place in encoded["text_replacement_offsets"][0]]
 
+    def require(self, size: tuple[int, int]) -> None:
+        """Raise BadImage if it takes no image of this width and height, such as a thin one."""
+        try:
+            self.tokens_of((size,))
+        except Exception as error:  # processors raise nearly anything
+            reason = f"the model's processor refuses {size[0]} x {size[1]} pixels"
+            raise BadImage(f"{reason} ({first_line(error)})") from None
+
     @lru_cache(maxsize=4096)  # noqa: B019
     def ids_of(self, sizes: tuple[tuple[int, int], ...]) -> list[list[int]]:
         """`tokens_of` as ids."""
         texts = self.tokens_of(sizes) if sizes else []
         return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    def count_in(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
-        """How many of a text's images its first tokens, `ids`, have whole.
-
-        Args:
-            sizes: see `tokens_of`.
-        """
-        needed = np.cumsum([self._count(tokens) for tokens in self.ids_of(tuple(sizes))])
-        return int(np.searchsorted(needed, self._count(ids), side="right"))
-
-    def _count(self, ids: Sequence[int]) -> int:
-        return int(np.isin(ids, self.ids).sum())
 
     @cached_property
     def ids(self) -> list[int]:
