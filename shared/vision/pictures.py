@@ -95,6 +95,8 @@ def _inside(name: str, where: str) -> Path:
             f"{where}: the image {name!r} is outside of {folder}: paths count from the data "
             "file's folder, and may not leave it, nor may symbolic links"
         )
+    if not path.is_file():  # a pipe would wait for ever
+        raise BadImage("no such file")
     return path
 
 

@@ -6,6 +6,7 @@ The references are plain transformers: the processor's own chat template, and th
 import base64
 import io
 import json
+import os
 import random
 import shutil
 from functools import partial
@@ -346,6 +347,8 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
         (asks(picture("/etc/hostname"), COLOUR), {}, "is outside of"),
         (asks(picture("gone.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
         (asks(picture("text.png"), COLOUR), {}, r"image 1: not an image .*--skip_bad_images"),
+        (asks(picture("pipe.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
+        (asks(picture("data:image/png;base64,iVB*"), COLOUR), {}, "image 1: Only base64 data is allowed: repair it"),
         (asks(picture("cut.png"), COLOUR), {}, "bad.jsonl:1: image 1: "),
         (asks(picture("thin.png"), COLOUR), {}, r"bad.jsonl:1: image 1: the model's processor refuses 2 x 500 pixels \(abs"),
         (asks(picture("https://a.b/c.png"), COLOUR), {}, "is not a local file; --fetch_images downloads"),
@@ -366,6 +369,7 @@ def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, sett
     (tmp_path / "x.png").write_bytes(png())
     (folder / "a.png").write_bytes(png())
     (folder / "text.png").write_text("no picture")
+    os.mkfifo(folder / "pipe.png")
     (folder / "thin.png").write_bytes(png(2, 500))
     (folder / "cut.png").write_bytes(png(200, 200)[:90])
     with pytest.raises(ConfigError, match=message):
