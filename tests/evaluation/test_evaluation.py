@@ -269,6 +269,16 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     assert "warning" not in capsys.readouterr().err
     assert set(names) == set(json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"])
     assert "caf\\udce9" in (run_dir / "predictions.csv").read_text(encoding="utf-8")
+    written = made(labels, labels * 0 + 1, names).write(run_dir, pictures(100))  # its name is in the title
+    assert len(written) == 2 and "warning" not in capsys.readouterr().err
+
+
+def test_an_image_that_is_gone_costs_the_pictures_alone(run_dir, pictures, capsys):
+    samples = pictures(4)
+    samples.draw = lambda *_: samples[99]
+    assert made([0, 1, 1, 0], [1, 1, 0, 0], "ab").write(run_dir, samples) == []
+    assert "warning: the evaluation's pictures cannot be drawn (" in capsys.readouterr().err
+    assert (run_dir / "evaluation.json").exists() and (run_dir / "predictions.csv").exists()
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font
