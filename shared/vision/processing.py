@@ -36,14 +36,13 @@ class ImageProcessor:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.processor = from_hub(AutoProcessor, name)
         self.tokenizer = tokenizer
-        template = getattr(self.processor, "chat_template", None)
-        tokenizer.chat_template = template or tokenizer.chat_template
         self.mark = str(getattr(self.processor, "image_token", ""))  # of an image in a text
         if not self.mark or not hasattr(self.processor, "image_processor"):
             raise ConfigError(
                 f"{name} does not see images, and the data have some: choose a model that does "
                 "(where they are in a column, --allow_unused_columns image images leaves them out)"
             )
+        tokenizer.chat_template = self.processor.chat_template or tokenizer.chat_template
         try:
             self.inputs([[self.blank()]])
             # the name of the input that says which tokens are of images, if the model needs one
