@@ -108,7 +108,6 @@ if __name__ == "__main__":
 import torch
 from accelerate import DistributedType
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import AutoConfig, ResNetConfig
 
@@ -117,7 +116,7 @@ from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch
 from shared.evaluation.evaluation import Evaluation, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, evaluation_of
 from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
@@ -233,7 +232,7 @@ def image_loss(
     if labels.ndim == 2:
         losses = binary_cross_entropy(logits, targets, **options)
     else:
-        losses = F.cross_entropy(logits, targets, reduction="none", **options)
+        losses = cross_entropy(logits, targets, **options)
     return (losses * (labels != IGNORED)).sum()
 
 

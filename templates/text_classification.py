@@ -76,13 +76,12 @@ import numpy as np
 import torch
 from accelerate import DistributedType
 from torch import nn
-from torch.nn import functional as F
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch
 from shared.evaluation.evaluation import SHOWN, Evaluation, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, evaluation_of
+from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, evaluation_of
 from shared.evaluation.loaders import labelled_loaders
 from shared.models import adapters
 from shared.models.attention import forward_rows
@@ -183,7 +182,7 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     elif labels.is_floating_point():
         losses = (logits[:, 0] - labels) ** 2
     else:
-        losses = F.cross_entropy(logits, labels, reduction="none", **options)
+        losses = cross_entropy(logits, labels, **options)
     return (losses * (labels != IGNORED)).sum()
 
 

@@ -16,7 +16,7 @@ TEMPLATE = (
     "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}{{{{ '<|im_end|>\n' }}}}{{% endfor %}}"
     "{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{{% endif %}}"
 )
-SIGLIP = {"patch_size": 14, "image_size": 28}
+BEGIN_AT_ZERO = ("mm_input_projection_weight", "img_feature_extensor")  # with which a model would see nothing
 
 
 def _qwen(name: str, patch: int) -> Callable[[Any], Any]:
@@ -49,8 +49,8 @@ def _idefics3(tokenizer: Any) -> Any:
 def _gemma3(tokenizer: Any) -> Any:
     import transformers as t
 
-    images = t.Gemma3ImageProcessor(size={"height": 28, "width": 28})
-    return t.Gemma3Processor(images, tokenizer, image_seq_length=1)
+    images = t.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    return t.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
 def _mistral3(tokenizer: Any) -> Any:
@@ -104,7 +104,8 @@ def _paligemma(tokenizer: Any) -> Any:
 def _phi4(tokenizer: Any) -> Any:
     import transformers as t
 
-    images = t.Phi4MultimodalImageProcessor(size={"height": 28, "width": 28}, patch_size=14, dynamic_hd=4)
+    # it counts an image's tokens for 32 x 32 patches alone
+    images = t.Phi4MultimodalImageProcessor(size={"height": 448, "width": 448}, patch_size=14, dynamic_hd=2)
     return t.Phi4MultimodalProcessor(images, t.Phi4MultimodalFeatureExtractor(), tokenizer)
 
 
@@ -125,7 +126,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
         _gemma3,
         "<start_of_image>",
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
-        {"mm_tokens_per_image": 1},
+        {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
     ),
     "smolvlm": (
         _smolvlm,
@@ -186,7 +187,8 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
         _phi4,
         "<|endoftext10|>",
         {"image_token": "<|endoftext10|>", "audio_token": "<|endoftext11|>"},
-        {},
+        # a window of 16 tokens would not reach an image from its answer
+        {"vision_config": {"image_size": 448, "crop_size": 448}, "sliding_window": None},
     ),
     "paligemma": (_paligemma, "<image>", {"image_token": "<image>"}, {}),
 }
@@ -194,6 +196,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
 
 def make(family: str, folder: Path) -> type:
     """Write a checkpoint with its processor to `folder`. Returns the model's class."""
+    import torch
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
@@ -213,6 +216,9 @@ def make(family: str, folder: Path) -> type:
         ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image_soft_token>")}
         ids |= {"boi_token_index": tokenizer.boi_token_id, "eoi_token_index": tokenizer.eoi_token_id}
     config = AutoConfig.from_pretrained(folder)
+    if family == "phi4_multimodal":
+        config.vision_config.image_token_id = tokenizer.convert_tokens_to_ids(tokens["image_token"])
+        config.audio_config.audio_token_id = tokenizer.convert_tokens_to_ids(tokens["audio_token"])
     for name, value in (ids | changes).items():
         of = getattr(config, name) if isinstance(value, dict) else config
         for key, part in value.items() if isinstance(value, dict) else [(name, value)]:
@@ -224,6 +230,9 @@ def make(family: str, folder: Path) -> type:
     text.vocab_size = len(tokenizer)
     transformers.set_seed(model_families.SEED)
     model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(BEGIN_AT_ZERO):
+            torch.nn.init.normal_(parameter, std=0.3)
     model.generation_config = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     processor.chat_template = tokenizer.chat_template

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from shared.data.order import IGNORED
 from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.process import ranks
+from shared.process.errors import first_line
+from shared.process.printing import print_main
 
 SHOWN = 32  # mistakes in the picture, and in the tracker's table, at most
 LISTED = 1000  # mistakes in evaluation.json, at most
@@ -86,7 +88,11 @@ class Evaluation:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(lines)
-        return self._draw(folder, samples)
+        try:
+            return self._draw(folder, samples)
+        except Exception as error:  # a font, or an image that is gone: no reason to fail so late
+            print_main(f"warning: the evaluation's pictures cannot be drawn ({first_line(error)})")
+            return []
 
     def _draw(self, folder: Path, samples: Any) -> list[Path]:
         """Draw confusion_matrix.png, with one label a sample, and mistakes.png."""

@@ -170,6 +170,37 @@ def figures_by_class(
     return dict(zip(names, values, strict=True))
 
 
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """One class a sample, or shares of several. The weight of its class counts for all of a
+    sample's smoothed loss.
+
+    `F.cross_entropy` weighs what smoothing gives to a class by the weight of that one. If a class
+    is rare enough, calling all samples by its name then has the least loss.
+
+    Args:
+        logits: [batch, classes].
+        targets: [batch] class numbers, those of rows that do not count negative; or
+            [batch, classes] shares.
+        weight: [classes].
+        label_smoothing: this share of a target is spread over all classes.
+
+    Returns:
+        [batch].
+    """
+    if weight is not None and targets.ndim == 2:
+        shares = weight * targets
+        shares = shares.lerp(shares.mean(1, keepdim=True), label_smoothing)
+        return F.cross_entropy(logits, shares, reduction="none")
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
+    return losses if weight is None else losses * weight[targets.clamp(min=0)]
+
+
 def binary_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -182,16 +213,19 @@ def binary_cross_entropy(
     Args:
         logits: [batch, classes].
         targets: [batch, classes], from 0 to 1.
-        weight: [classes], of the yes of each class.
+        weight: [classes], of all the smoothed loss of a yes; a no has 1.
         label_smoothing: targets move by this share towards 1/2.
 
     Returns:
         [batch, classes]: what each class adds to its sample's loss.
     """
-    targets = targets * (1 - label_smoothing) + label_smoothing / 2
-    losses = F.binary_cross_entropy_with_logits(
-        logits, targets, pos_weight=weight, reduction="none"
-    )
+    if weight is None:
+        targets = targets * (1 - label_smoothing) + label_smoothing / 2
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    else:
+        shares = torch.stack([weight * targets, 1 - targets])
+        shares = shares.lerp(shares.mean(0), label_smoothing)
+        losses = -(shares * F.logsigmoid(torch.stack([logits, -logits]))).sum(0)
     return losses / logits.shape[1]
 
 

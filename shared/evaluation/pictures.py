@@ -28,6 +28,7 @@ def draw_confusion_matrix(
     wrong = labels != predicted
     mistakes = np.bincount(np.append(labels[wrong], predicted[wrong]), minlength=len(names))
     shown = np.sort(np.argsort(-mistakes, kind="stable")[:MOST])
+    title = title.replace("$", r"\$")  # else a formula
     title += f"\nshares of the true class; {len(shown)} of {len(names)} classes"
     side = 2.5 + 0.45 * len(shown)
     figure = Figure(figsize=(side, side), layout="constrained")

@@ -49,26 +49,25 @@ def read(source: Source) -> bytes:
         return file.read(source.size)
 
 
-def check(source: Source) -> None:
+def check(source: Source) -> tuple[int, int]:
     """Decode all of an image, to see whether it can be.
+
+    Returns:
+        width and height in pixels of what `decode` gives.
 
     Raises:
         BadImage: it cannot, or it is a JPEG of which the end was not written.
     """
-    decode(source, at_least=1)  # the cheapest way to read the whole file
+    size = decode(source, at_least=1).size  # the cheapest way to read the whole file
     content = read(source)
-    # the last scan of a JPEG never ends
-    if content[:2] == b"\xff\xd8" and content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):
-        raise BadImage("the end of the file is missing")
-
-
-def size_of(source: Source) -> tuple[int, int]:
-    """Width and height in pixels of what `decode` gives, from the header of an image that `check`
-    has seen.
-    """
-    with _open(source) as image:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-        return image.size[::-1] if turned else image.size
+    if content[:2] == b"\xff\xd8":
+        # the last scan of a JPEG never ends
+        if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):
+            raise BadImage("the end of the file is missing")
+        with _open(content) as image:  # not shrunk
+            turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+            size = image.size[::-1] if turned else image.size
+    return size
 
 
 def is_deep(image: Image.Image) -> bool:

@@ -159,11 +159,16 @@ class Encoder:
         """Whether a token is more than white space."""
         return bool(str(self.tokenizer.decode([token])).strip())
 
+    def _wanted(self, messages: Messages) -> list[int]:
+        """The numbers of the turns that are learned."""
+        turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        chosen = turns[-1:] if self.loss_on == "completion" else turns
+        return [n for n in chosen if messages[n].get("weight", 1)]
+
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
         messages = example.messages or []
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
-        chosen = turns[-1:] if self.loss_on == "completion" else turns
-        wanted = [n for n in chosen if messages[n].get("weight", 1)]
+        wanted = self._wanted(messages)
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []
         options = self._options(example, where)

@@ -35,7 +35,8 @@ class ImageEncoder(Encoder):
 
     Attributes:
         sizes: width and height of each image of the next conversation, in pixels. Whoever calls
-            this sets them before, in place: a text with IMAGE does not say them.
+            this sets them before, in place: a text with IMAGE does not say them. Those that the
+            call leaves are of the images in its tokens, the first ones.
         where: its file and line, for errors.
     """
 
@@ -59,6 +60,20 @@ class ImageEncoder(Encoder):
         # special tokens that the processor writes around images, such as <|vision_start|>
         borders = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *borders])
+
+    def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
+        """As of `Encoder`, without the turns after the last learned one if they have images: a
+        prompt or a cut sample has not, and a model may divide an image otherwise beside others.
+        """
+        messages = example.messages or []
+        wanted = self._wanted(messages)
+        if wanted and self.loss_on != "all":
+            kept = messages[: wanted[-1] + 1]
+            count = sum(str(turn.get("content")).count(IMAGE) for turn in kept)
+            if count < len(self.sizes):
+                del self.sizes[count:]
+                example = replace(example, messages=kept)
+        return super()._chat(example, where, notes)
 
     def _turns(self, messages: Messages) -> Any:
         return super()._turns(in_parts(messages))
@@ -92,7 +107,7 @@ class ToImageSamples(ToSamples):
     """
 
     kind = "image-chat"
-    code = (*ToSamples.code, "vision")
+    code = (*ToSamples.code, "vision", "images/decoding.py")
 
     def __init__(
         self, tokenizer: Any, config: ChatConfig, processor: ImageProcessor, vision: VisionConfig
@@ -132,9 +147,12 @@ class ToImageSamples(ToSamples):
         if references and (form == "plain text" or isinstance(record.get("prompt"), str)):
             raise ConfigError(f"{where}: images need messages, not texts that are joined")
         pictures: list[Picture] = []
+        self.sizes.clear()
         for number, reference in enumerate(references, 1):
             try:
-                pictures.append(find(reference, where, self.vision))
+                picture = find(reference, where, self.vision)
+                size = shrunk(picture.width, picture.height, self.vision.image_max_pixels)
+                self.processor.require(size)
             except BadImage as error:
                 if not self.vision.skip_bad_images:
                     raise ConfigError(
@@ -143,8 +161,8 @@ class ToImageSamples(ToSamples):
                     ) from None
                 notes.add("bad", f"{where}: image {number}: {error}")
                 return []
-        max_pixels = self.vision.image_max_pixels
-        self.sizes[:] = [shrunk(picture.width, picture.height, max_pixels) for picture in pictures]
+            pictures.append(picture)
+            self.sizes.append(size)
         if not pictures:
             samples = super().samples(record, form, where, notes)
         else:
@@ -153,8 +171,7 @@ class ToImageSamples(ToSamples):
             if is_long:
                 notes.add("long", f"{where}: {len(ids):,} tokens")
             samples = [] if is_long or not learned[1:].any() else [(ids, learned)]
-            # what follows the last answer may be left out
-            pictures = pictures[: self.processor.count_in(ids, self.sizes)]
+            pictures = pictures[: len(self.sizes)]
         self.pictures += [pictures] * len(samples)
         return samples
 
@@ -191,12 +208,6 @@ class ImageConversations(Conversations):
     def images(self, pictures: list[Picture]) -> list[Any]:
         """Images as `open_picture` gives them."""
         return [open_picture(picture, self.max_pixels) for picture in pictures]
-
-    def prompt_images(self, index: int) -> list[Picture]:
-        """Those that stand before the last learned turn."""
-        pictures = self.pictures(index)
-        sizes = [shrunk(picture.width, picture.height, self.max_pixels) for picture in pictures]
-        return pictures[: self.processor.count_in(self.prompt(index)[0], sizes)]
 
     def images_of(self, chosen: Sequence[int]) -> PromptImages:
         """The images of the prompts of some samples, for `answers.answer`."""

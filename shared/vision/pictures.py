@@ -13,7 +13,7 @@ from PIL import Image
 
 from shared.data.files import is_url
 from shared.data.remote import read_once
-from shared.images.decoding import BadImage, check, decode, read, size_of
+from shared.images.decoding import BadImage, check, decode, read
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import cache_dir
 from shared.process.printing import label
@@ -49,11 +49,11 @@ def find(reference: Any, where: str, config: VisionConfig) -> Picture:
     """
     try:
         path = _path_of(reference, where, config)
-        check(path)
+        size = check(path)
         digest = zlib.crc32(read(path)[: 2**16]) ^ path.stat().st_size
     except (OSError, ValueError) as error:  # and of base64
         raise BadImage(first_line(error)) from None
-    return Picture(str(path), *size_of(path), digest)
+    return Picture(str(path), *size, digest)
 
 
 def _path_of(reference: Any, where: str, config: VisionConfig) -> Path:
@@ -95,6 +95,8 @@ def _inside(name: str, where: str) -> Path:
             f"{where}: the image {name!r} is outside of {folder}: paths count from the data "
             "file's folder, and may not leave it, nor may symbolic links"
         )
+    if not path.is_file():  # a pipe would wait for ever
+        raise BadImage("no such file")
     return path
 
 

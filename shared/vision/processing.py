@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from shared.data.order import Batch
+from shared.images.decoding import BadImage
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
 
@@ -20,6 +21,8 @@ SMALL = (64, 64)  # width and height of the image that stands in where a batch h
 
 class ImageProcessor:
     """The processor of the model `name`.
+
+    Its chat template becomes the tokenizer's, which may be that of the text model alone.
 
     Raises:
         ConfigError: there is none that this project can use, with the reason.
@@ -39,6 +42,7 @@ class ImageProcessor:
                 f"{name} does not see images, and the data have some: choose a model that does "
                 "(where they are in a column, --allow_unused_columns image images leaves them out)"
             )
+        tokenizer.chat_template = self.processor.chat_template or tokenizer.chat_template
         try:
             self.inputs([[self.blank()]])
             # the name of the input that says which tokens are of images, if the model needs one
@@ -74,23 +78,19 @@ class ImageProcessor:
         )
         return [place["replacement"] for place in encoded["text_replacement_offsets"][0]]
 
+    def require(self, size: tuple[int, int]) -> None:
+        """Raise BadImage if it takes no image of this width and height, such as a thin one."""
+        try:
+            self.tokens_of((size,))
+        except Exception as error:  # processors raise nearly anything
+            reason = f"the model's processor refuses {size[0]} x {size[1]} pixels"
+            raise BadImage(f"{reason} ({first_line(error)})") from None
+
     @lru_cache(maxsize=4096)  # noqa: B019
     def ids_of(self, sizes: tuple[tuple[int, int], ...]) -> list[list[int]]:
         """`tokens_of` as ids."""
         texts = self.tokens_of(sizes) if sizes else []
         return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    def count_in(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
-        """How many of a text's images its first tokens, `ids`, have whole.
-
-        Args:
-            sizes: see `tokens_of`.
-        """
-        needed = np.cumsum([self._count(tokens) for tokens in self.ids_of(tuple(sizes))])
-        return int(np.searchsorted(needed, self._count(ids), side="right"))
-
-    def _count(self, ids: Sequence[int]) -> int:
-        return int(np.isin(ids, self.ids).sum())
 
     @cached_property
     def ids(self) -> list[int]:

@@ -21,7 +21,7 @@ class PromptImages:
 
     def __init__(self, samples: Any, chosen: Sequence[int]) -> None:
         self.samples = samples
-        self.pictures = [samples.prompt_images(index) for index in chosen]
+        self.pictures = [samples.pictures(index) for index in chosen]
 
     def with_image(self, numbers: list[int]) -> list[int]:
         """The numbers of prompts, and one more if none of them has an image and another one has:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from matplotlib import font_manager, rcParams
 from PIL import Image
 from sklearn import metrics
+from torch.nn import functional as F
 
 from shared.data.labels import Labels
 from shared.data.order import IGNORED
 from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
-from shared.evaluation.kinds import of_numbers, of_one_label
+from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, of_numbers, of_one_label
 from shared.images.files import Images
 
 
@@ -33,6 +34,47 @@ def test_scores_of_a_batch_by_hand():
     assert result[0].tolist() == pytest.approx([0, 0, first, -np.log(first), 0], rel=1e-5)
     assert result[1].tolist() == pytest.approx([1, 2, second, np.log(e(3) + 2), 1], rel=1e-5)
     assert result[2, :2].tolist() == [IGNORED, 1]
+
+
+WEIGHT = torch.tensor([0.51, 25.5])  # of a class with 50 times the samples of the other, and of that
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "best"),
+    [
+        (cross_entropy, torch.tensor([0]), [0.95, 0.05]),
+        (cross_entropy, torch.tensor([[1.0, 0.0]]), [0.95, 0.05]),
+        (binary_cross_entropy, torch.tensor([[1.0, 0.0]]), [0.95, 0.05]),
+    ],
+)
+def test_the_best_answer_for_a_common_sample_is_its_class_whatever_a_rare_one_weighs(loss, targets, best):
+    """The smoothed target has the least loss. F.cross_entropy's own weights make it 0.275 and 0.725."""
+    logits = torch.tensor([best]).log() if loss is cross_entropy else torch.tensor([best]).logit()
+    (slope,) = torch.autograd.grad(loss(logits.requires_grad_(), targets, weight=WEIGHT, label_smoothing=0.1).sum(), logits)
+    torch.testing.assert_close(slope, torch.zeros(1, 2))
+
+
+def test_weights_without_smoothing_are_torchs_and_a_mixed_sample_is_the_sum_of_its_parts():
+    torch.manual_seed(0)
+    logits, labels, weight = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, IGNORED, 1]), torch.tensor([0.5, 30.0, 0.0])
+    counts = labels != IGNORED
+    one_hot = F.one_hot(labels.clamp(min=0), 3).float()
+    torch.testing.assert_close(
+        cross_entropy(logits, labels, weight=weight) * counts,
+        F.cross_entropy(logits, labels, weight=weight, reduction="none"),
+    )
+    torch.testing.assert_close(
+        3 * binary_cross_entropy(logits, one_hot, weight=weight),
+        F.binary_cross_entropy_with_logits(logits, one_hot, pos_weight=weight, reduction="none"),
+    )
+    for loss in (cross_entropy, binary_cross_entropy):
+
+        def losses(targets, loss=loss):
+            return loss(logits, targets, weight=weight, label_smoothing=0.1)
+
+        mixed = losses(0.3 * one_hot + 0.7 * one_hot.flip(0))
+        torch.testing.assert_close(mixed, 0.3 * losses(one_hot) + 0.7 * losses(one_hot.flip(0)))
+        assert losses(labels if loss is cross_entropy else labels[:, None].expand(6, 3)).isfinite().all()
 
 
 @settings(deadline=None, max_examples=50)
@@ -227,6 +269,16 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     assert "warning" not in capsys.readouterr().err
     assert set(names) == set(json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"])
     assert "caf\\udce9" in (run_dir / "predictions.csv").read_text(encoding="utf-8")
+    written = made(labels, labels * 0 + 1, names).write(run_dir, pictures(100))  # its name is in the title
+    assert len(written) == 2 and "warning" not in capsys.readouterr().err
+
+
+def test_an_image_that_is_gone_costs_the_pictures_alone(run_dir, pictures, capsys):
+    samples = pictures(4)
+    samples.draw = lambda *_: samples[99]
+    assert made([0, 1, 1, 0], [1, 1, 0, 0], "ab").write(run_dir, samples) == []
+    assert "warning: the evaluation's pictures cannot be drawn (" in capsys.readouterr().err
+    assert (run_dir / "evaluation.json").exists() and (run_dir / "predictions.csv").exists()
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font

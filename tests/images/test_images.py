@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, PngImagePlugin
+from transformers.image_utils import load_image
 
 from shared.data.labels import LabelledData, Labels
 from shared.images import files as images
@@ -137,6 +138,51 @@ def test_a_turned_photograph_is_set_upright(orientation, tmp_path):
     for source in both(encoded(stored, "JPEG", quality=95, exif=exif), tmp_path, "photo.jpg"):
         image = decode(source)
         assert np.array_equal(np.asarray(image), TURNS[orientation](plain))
+
+
+NUMBER, TEXT = b"\x12\1\3\0\1\0\0\0%c\0\0\0", b"\x12\1\2\0\2\0\0\0%c\0\0\0"  # EXIF's entry of the orientation
+
+
+def with_orientation(kind, value):
+    """An image of 64 x 40 pixels whose orientation is a number or a text."""
+    entry = TEXT % value.encode() if isinstance(value, str) else NUMBER % value
+    exif = b"Exif\0\0II*\0\x08\0\0\0\1\0" + entry + b"\0\0\0\0"
+    if kind == "TIFF":
+        return encoded(Image.fromarray(smooth(40, 64)), kind, tiffinfo={274: 6}).replace(NUMBER % 6, entry)
+    return encoded(Image.fromarray(smooth(40, 64)), kind, exif=exif)
+
+
+def in_xmp(kind):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    text = PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp.decode())
+    options = {"TIFF": {"tiffinfo": {700: xmp}}, "PNG": {"pnginfo": text}}
+    return encoded(Image.fromarray(smooth(40, 64)), kind, **options.get(kind, {"xmp": xmp}))
+
+
+@pytest.mark.parametrize("value", [1, 3, 6, 9, "6", "xmp"])
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "TIFF", "WEBP"])
+def test_the_size_that_is_counted_is_that_of_the_pixels_of_plain_transformers(kind, value, tmp_path):
+    """Also of a tag that stands for no turn, and of one that TIFF's decoder has followed already."""
+    content = in_xmp(kind) if value == "xmp" else with_orientation(kind, value)
+    sizes = set()
+    for source in both(content, tmp_path):
+        image = decode(source)
+        sizes |= {image.size, check(source), tuple(decode_tensor(source).shape[:0:-1])}
+    assert np.array_equal(np.asarray(load_image(str(source))), np.asarray(image))
+    assert sizes == {(40, 64) if value in (6, "xmp") else (64, 40)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [*(("PNG", mode) for mode in ("RGBA", "LA", "P", "RGB", "L")), ("WEBP", "RGBA"), ("TIFF", "RGBA"), ("GIF", "P")],
+)
+def test_what_is_transparent_is_what_pipelines_make_of_it(kind, mode, tmp_path):
+    """transformers' load_image drops transparency: the colour below it shows."""
+    image = Image.fromarray(pixels(channels=4), "RGBA").convert(mode)
+    options = {"transparency": {"P": 3, "RGB": (9, 9, 9), "L": 9}[mode]} if mode in ("P", "RGB", "L") else {}
+    (tmp_path / "chart").write_bytes(encoded(image, kind, lossless=True, **options))
+    assert np.array_equal(np.asarray(decode(tmp_path / "chart")), np.asarray(load_image(str(tmp_path / "chart"))))
 
 
 def test_a_large_jpeg_is_shrunk_while_it_is_decoded_and_keeps_its_colours():

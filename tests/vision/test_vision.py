@@ -6,7 +6,9 @@ The references are plain transformers: the processor's own chat template, and th
 import base64
 import io
 import json
+import os
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoProcessor
 
@@ -149,6 +151,11 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
         labels = torch.from_numpy(np.where(learned, ids, IGNORED)[1:]).long()
         losses.append(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item())
     with torch.no_grad():
+        for index, place in [(0, 0), (1, 0), (1, 1)]:
+            row = samples[index]
+            row["images"][place] = ImageOps.invert(row["images"][place])
+            # the model sees, or what follows shows nothing
+            assert abs(causal_lm_loss(model, samples.collate([row])).item() - losses[index]) > 1e-3
         for index, plain in enumerate(losses):
             assert causal_lm_loss(model, samples.collate([samples[index]])).item() == pytest.approx(plain, rel=1e-5)
         batch = samples.collate([samples[index] for index in range(3)], multiple_of=16)
@@ -340,7 +347,10 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
         (asks(picture("/etc/hostname"), COLOUR), {}, "is outside of"),
         (asks(picture("gone.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
         (asks(picture("text.png"), COLOUR), {}, r"image 1: not an image .*--skip_bad_images"),
+        (asks(picture("pipe.png"), COLOUR), {}, "bad.jsonl:1: image 1: no such file: repair it"),
+        (asks(picture("data:image/png;base64,iVB*"), COLOUR), {}, "image 1: Only base64 data is allowed: repair it"),
         (asks(picture("cut.png"), COLOUR), {}, "bad.jsonl:1: image 1: "),
+        (asks(picture("thin.png"), COLOUR), {}, r"bad.jsonl:1: image 1: the model's processor refuses 2 x 500 pixels \(abs"),
         (asks(picture("https://a.b/c.png"), COLOUR), {}, "is not a local file; --fetch_images downloads"),
         ({"images": ["a.png"] * 2, "messages": IN_TEXT}, {}, r"jsonl:1: 2 image\(s\) in the column 'images', but 1 place"),
         ({"images": ["a.png"], "messages": [turn("user", COLOUR), ANSWER]}, {}, "but 0 place"),
@@ -359,6 +369,8 @@ def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, sett
     (tmp_path / "x.png").write_bytes(png())
     (folder / "a.png").write_bytes(png())
     (folder / "text.png").write_text("no picture")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "thin.png").write_bytes(png(2, 500))
     (folder / "cut.png").write_bytes(png(200, 200)[:90])
     with pytest.raises(ConfigError, match=message):
         opened(write(folder / "bad.jsonl", [record]), models("qwen2_5_vl"), **settings)
@@ -368,13 +380,14 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
     """What is left out does not move the images of the others; --image_max_pixels makes a long one fit."""
     (tmp_path / "small.png").write_bytes(png())
     (tmp_path / "large.png").write_bytes(png(112, 112))
-    names = ["gone.png", "large.png", "small.png"]
+    (tmp_path / "thin.png").write_bytes(png(2, 500))
+    names = ["gone.png", "thin.png", "large.png", "small.png"]
     records = [asks(picture(name), f"{COLOUR} {name}") for name in names]
     file = write(tmp_path / "some.jsonl", [*records, asks("No image.")])
     samples = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True)
     assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
     said = capsys.readouterr().err
-    assert "1 samples have an image that cannot be read, and are left out (after" in said
+    assert "2 samples have an image that cannot be read, and are left out (after" in said
     assert "1 samples with images are longer than --seq_length, and left out: raise it; the first is" in said
     shrunk = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True, image_max_pixels=40 * 30)
     assert [image.size for i in range(3) for image in shrunk[i]["images"]] == [(34, 34), (40, 30)]
@@ -395,18 +408,65 @@ def test_adapters_stand_on_the_tower_if_named(base, tmp_path):
     assert all(weight.abs().max() > 0 for weight in weights.values())
 
 
-def test_images_after_the_last_learned_turn_are_left_out_of_prompts(models, tmp_path):
-    """And the digest of an image, not its place, tells samples apart."""
+def with_template(model, folder, change):
+    """A copy of a model whose chat template is changed."""
+    shutil.copytree(model, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(change(template))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", slow("qwen2_5_vl")])
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_turns_with_images_after_the_last_learned_one_are_left_out(models, tmp_path, family, end):
+    """LLaVA-OneVision divides an image that is alone: tokens and pixels of samples and of prompts are plain transformers'.
+
+    The digest of an image, not its place, tells samples apart.
+    """
+    folder = with_template(models(family), tmp_path / "model", lambda text: text.replace("<|im_end|>", end))
     (tmp_path / "moved").mkdir()
     for name, size in {"a.png": (40, 30), "b.png": (70, 30), "moved/a.png": (40, 30), "moved/b.png": (70, 30)}.items():
         (tmp_path / name).write_bytes(png(*size))
     messages = [turn("user", picture("a.png"), COLOUR), ANSWER, turn("user", picture("b.png"), "And now?")]
     messages.append(turn("assistant", "Grey.") | {"weight": 0})
-    files = [write(tmp_path / folder / "two.jsonl", [{"messages": messages}]) for folder in (".", "moved")]
-    samples, moved = (opened(file, models("qwen2_5_vl")) for file in files)
-    assert [image.width for image in samples.pictures(0)] == [40, 70]
-    assert [image.width for image in samples.prompt_images(0)] == [40]
+    files = [write(tmp_path / place / "two.jsonl", [{"messages": messages}]) for place in (".", "moved")]
+    samples, moved = (opened(file, folder) for file in files)
+    processor = AutoProcessor.from_pretrained(folder)
+    image = {"type": "image", "image": Image.open(tmp_path / "a.png")}
+    first = [turn("user", image, COLOUR), ANSWER]
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    plain = processor.apply_chat_template(first, **options)
+    ids = plain.pop("input_ids")[0].tolist()
+    learned_last = samples.tokens(0)[0].tolist()
+    if not end:  # what follows the answer is cut, and a text has an end
+        ids = [*ids[: len(learned_last) - 1], processor.tokenizer.eos_token_id]
+    assert learned_last == ids
+    batch = samples.collate([samples[0]])
+    prompt = samples.prompt(0)[0]
+    asked = processor.apply_chat_template(first[:1], add_generation_prompt=True, **options)
+    assert prompt == asked["input_ids"][0].tolist()
+    beside = samples.images_of([0]).inputs([0], torch.tensor([prompt]))
+    for name in plain.keys() & beside.keys() - {"mm_token_type_ids"}:
+        torch.testing.assert_close(batch[f"image.{name}"], plain[name])
+        torch.testing.assert_close(beside[name], asked[name])
+    model = load_causal_lm(str(folder), attn_implementation="auto", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert causal_lm_loss(model, batch).isfinite()
     assert samples.fingerprint == moved.fingerprint and samples.pictures(0) != moved.pictures(0)
+
+
+def test_the_template_of_the_processor_writes_images_where_the_tokenizer_has_that_of_the_text_model(models, three, tmp_path):
+    """As published LLaVA-OneVisions have them: in tokenizer_config.json, and in chat_template.json."""
+    folder = with_template(models("llava_onevision"), tmp_path / "model", str)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    samples, wanted = opened(three, folder), opened(three, models("llava_onevision"))
+    for index in range(3):
+        assert samples.tokens(index)[0].tolist() == wanted.tokens(index)[0].tolist()
 
 
 def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, models, three):
