@@ -15,6 +15,7 @@ that the runs were made with.
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -131,10 +132,12 @@ def make_inputs(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = train_tokenizer([words(50) for _ in range(50)], vocab_size=320)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        **shape,
         vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         intermediate_size=64,
         max_position_embeddings=256,
         eos_token_id=tokenizer.eos_token_id,
@@ -152,10 +155,14 @@ def make_inputs(folder: Path) -> None:
             Image.fromarray(drawn.integers(0, 256, (36, 40, 3), dtype=np.uint8)).save(path)
 
 
+def tests_launcher() -> Any:
+    """The module whose launches fork from a process that has imported everything: a run takes seconds."""
+    return importlib.import_module("tests.conftest")
+
+
 def launch(case: Case, output: Path, *more: str) -> dict[str, Any]:
     """Run a case and read what it computed."""
-    from tests import conftest
-
+    conftest = tests_launcher()
     processes, config = LAUNCHES[case.launch]
     global_batch, each = (4, 2) if case.template == "grpo" else (8, 2)
     common = ["--max_steps", STEPS, "--save_steps", SAVED, "--eval_steps", SAVED, "--save_total_limit", 9, "--audit_data"]
@@ -314,9 +321,7 @@ def main() -> None:
             print(f"{number:>2}/{len(chosen)} {case.name:<30} {seconds:4.0f} s  {said or 'same'}", flush=True)
             for made in Path(work).glob(f"{case.name}*"):
                 shutil.rmtree(made)
-    from tests import conftest
-
-    conftest.LAUNCHER.close()
+    tests_launcher().LAUNCHER.close()
     if options.mode == "compare":
         print(f"{len(chosen) - differing} of {len(chosen)} the same")
     sys.exit(bool(differing))
