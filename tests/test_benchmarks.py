@@ -235,3 +235,25 @@ def test_quality(monkeypatch, tmp_path, text_file):
     assert [row["seed"] for row in rows] == [0, 0, 1, 1]
     assert rows[1]["learning_rate"] == 0.1 and 0 < rows[0]["learning_rate"] <= 5e-3
     assert len({row["loss"] for row in rows}) == 4
+
+
+@pytest.mark.slow
+def test_golden_tells_the_same_from_another_bit(tmp_path):
+    """Recorded, compared, and compared after a loss has changed in its last bit."""
+    script = [sys.executable, str(ROOT / "benchmarks/golden.py")]
+
+    def golden(mode):
+        argv = [*script, mode, str(tmp_path / "golden"), "--only", "lora_finetune-ddp"]
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    recorded = golden("record")
+    assert recorded.returncode == 0 and "DDP x 2 on cpu, fp32" in recorded.stdout, recorded.stderr
+    same = golden("compare")
+    assert same.returncode == 0 and same.stdout.endswith("1 of 1 the same\n"), same.stdout + same.stderr
+    path = tmp_path / "golden/runs/lora_finetune-ddp/result.json"
+    result = json.loads(path.read_text())
+    row = next(row for row in result["metrics"] if "loss" in row)
+    row["loss"] = math.nextafter(row["loss"], math.inf)
+    path.write_text(json.dumps(result))
+    other = golden("compare")
+    assert other.returncode == 1 and f"loss at step {row['step']}: " in other.stdout, other.stdout
