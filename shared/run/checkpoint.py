@@ -341,8 +341,14 @@ class Checkpointer:
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = saved_tensors(folder)
+        own = f"rank{self.accelerator.process_index}."  # where as many ranks resume
+        as_many = manifest["world_size"] == self.accelerator.num_processes
+        of_rank = saved if as_many and not self.strategy.apart else ()
 
         def fill(tensors: dict[str, torch.Tensor]) -> None:
+            tensors = {
+                own + name if own + name in of_rank else name: t for name, t in tensors.items()
+            }
             problem = ""
             try:
                 read(folder, tensors)
@@ -367,11 +373,6 @@ class Checkpointer:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
-        if manifest["world_size"] == self.accelerator.num_processes:
-            for name in self.statistics:
-                own = f"rank{self.accelerator.process_index}.{name}"
-                if own in saved and not self.strategy.apart:
-                    tensors[own] = tensors.pop(name)
         fill(tensors)
         if self.ema and begins:
             self.ema.begin()

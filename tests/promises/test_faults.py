@@ -126,6 +126,18 @@ IN_TURN = {
 
 
 @pytest.mark.slow
+def test_a_killed_zero_run_keeps_the_batchnorm_statistics_of_each_rank(flags, tmp_path):
+    given = (*flags["image_classification"], "--ema_decay", 0)
+    how = {"processes": 2, "config": "deepspeed_zero2"}
+    one = run("image_classification", tmp_path / "one", *given, **how)
+    assert one.manifest(STEPS)["strategy"] == "ZeRO-2 x 2 on cpu, fp32"
+    killed = with_fault("image_classification", tmp_path / "run", "save.renamed:kill@2", *given, **how)
+    assert killed.returncode != 0 and valid_checkpoints(tmp_path / "run")
+    run("image_classification", tmp_path / "run", *given, **how)
+    assert set(compare(one.folder, tmp_path / "run").values()) == {""}
+
+
+@pytest.mark.slow
 def test_killed_at_many_places_in_turn(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
     for fault, whole in IN_TURN.items():
