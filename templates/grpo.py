@@ -72,6 +72,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
+        self.adapter.refuse_dropout()
         if self.full and self.adapter != ADAPTER:
             raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
         if self.kl_coef and (self.full or self.adapter.modules_to_save):
@@ -127,7 +128,7 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
-    """The frozen base with trainable adapters; with --full all weights."""
+    """The frozen base with trainable adapters; with --full all weights. Without dropout."""
     return load_tuned(setup, tokenizer, int(train.lengths.max()) + 1 + setup.config.max_new_tokens)
 
 

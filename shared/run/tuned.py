@@ -19,7 +19,11 @@ from shared.run.setup import Setup
 
 def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32. In training mode.
+    weights, trainable, in fp32.
+
+    It stays in the mode of an evaluation, without dropout and other noise, as where answers are
+    sampled and the reference is computed: otherwise, probabilities would differ before any weight
+    does.
 
     Args:
         setup: its config has the groups adapter and speed, `full` and `model_name_or_path`.
@@ -39,10 +43,10 @@ def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
     require_fit(base, tokenizer, seq_length)
     set_gradient_checkpointing(base, speed.gradient_checkpointing)
     if not config.full:
-        return adapters.add_adapters(base, config.adapter)
+        return adapters.add_adapters(base, config.adapter).eval()
     learn_padding_token(base)
     use_launch_precision(base)  # of experts, which know no autocast
-    return base.train()
+    return base.eval()
 
 
 def save_tuned(

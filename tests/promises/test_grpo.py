@@ -102,6 +102,7 @@ def test_what_does_not_go_together_is_refused():
     for changes, message in (
         ({"group_size": 1}, "--group_size"),
         ({"full": True, "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
+        ({"adapter": AdapterConfig(lora_dropout=0.1)}, "--lora_dropout 0.1: probabilities of answers are compared"),
         ({"adapter": AdapterConfig(modules_to_save=("lm_head",)), "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
     ):
         with pytest.raises(ConfigError, match=message):
