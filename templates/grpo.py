@@ -90,6 +90,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
+from shared.answers.numbers import numbers_of
 from shared.data.order import Batch
 from shared.models.counts import count_parameters
 from shared.models.loss import fuse_head, target_log_probabilities
@@ -123,8 +124,9 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     """What an evaluation logs: the reward and its parts."""
-    parts = rewards(answer, record)
-    return {"reward": sum(parts.values())} | parts
+    parts = numbers_of(rewards, answer, record)
+    total = {"reward": sum(parts.values())}
+    return total | parts | total  # reward is the sum, also where a part has its name
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:

@@ -12,6 +12,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from torch import nn
 
+from shared.answers.numbers import numbers_of
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
 from shared.models.generation import ends_of, generate
@@ -130,7 +131,7 @@ def log_answers(
             **texts,
             "answer": text,
             "cut": len(ids) == config.max_new_tokens and ids[-1] not in ends,
-            "scores": score(text, others | texts),
+            "scores": numbers_of(score, text, others | texts),
         }
         answered.append((number, row))
     by_number = dict(gather_object(answered))  # a rank without rows answers the first prompt

@@ -1,5 +1,6 @@
 """Answers that the model in training samples: which tokens, what they are worth, what is learned from them."""
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -108,11 +109,26 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
     assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
 
 
-def test_a_reward_that_is_not_finite_ends_the_run_with_its_answer(model_and_tokenizer, prompts):
-    with pytest.raises(ConfigError, match=r"is not finite: \{'points': nan\}"):
-        rollouts_of(prompts[0], model_and_tokenizer[1]).sample(
-            at(1), model_and_tokenizer[0], lambda *_: {"points": math.nan}
-        )
+def test_rewards_are_any_numbers(model_and_tokenizer, prompts):
+    """Whole numbers alone made the tensor of rewards one of integers, which has no mean."""
+    model, tokenizer = model_and_tokenizer
+    for values in ((0, 1), (True, False), (np.float32(0), np.int64(1)), (torch.tensor(0.0), torch.tensor([1])), (0, 1.0)):
+        counter = itertools.count()
+        rollouts = rollouts_of(prompts[0], tokenizer)
+        rewards, means = rollouts.sample(at(1), model, lambda *_, v=values, c=counter: {"right": v[next(c) % 2]})
+        assert rewards.dtype == torch.float32 and means["reward"] == means["reward/right"] == 0.5
+    rewards, means = rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_: {})
+    assert not rewards.any() and means["reward"] == 0
+    for wrong in ({"right": math.nan}, {"right": None}, {"right": "1"}, {"right": torch.zeros(2)}, 1.0):
+        with pytest.raises(ConfigError, match=r"test_rollouts\.py:\d+: <lambda> of the answer '.*expected finite") as caught:
+            rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_, w=wrong: w)
+        assert "\n" not in str(caught.value)
+
+
+def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name(monkeypatch):
+    template = load_template("grpo")
+    monkeypatch.setattr(template, "rewards", lambda *_: {"reward": np.int64(1), "format": True})
+    assert json.dumps(template.score("", {})) == '{"reward": 2.0, "format": 1.0}'
 
 
 def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
