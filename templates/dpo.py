@@ -275,7 +275,7 @@ def main(config: Config) -> None:
     # from the newest checkpoint, if there is one
     run = setup.start(
         data.train,
-        fingerprint=f"{data.fingerprint} {start}",
+        fingerprint=f"{data.fingerprint} {start.weights}",
         total_steps=steps,
         makes="merged" if config.adapter.merge_adapter else "final",
         samples="pairs",
