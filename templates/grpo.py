@@ -131,7 +131,8 @@ def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
     """The frozen base with trainable adapters; with --full all weights. Without dropout."""
-    return load_tuned(setup, tokenizer, int(train.lengths.max()) + 1 + setup.config.max_new_tokens)
+    longest = int(train.lengths.max()) + 1 + setup.config.max_new_tokens
+    return load_tuned(setup, tokenizer, longest, "--max_new_tokens and the longest prompt:")
 
 
 def advantages_of(config: Config, totals: torch.Tensor) -> torch.Tensor:

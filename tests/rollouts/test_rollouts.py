@@ -246,7 +246,7 @@ def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokeni
         rollouts_of(prompts[0], model_and_tokenizer[1], batch=len(prompts[0]) + 1)
 
 
-def test_forms_of_prompts(tmp_path, model_and_tokenizer):
+def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     _, tokenizer = model_and_tokenizer
     file = tmp_path / "prompts.jsonl"
 
@@ -262,12 +262,30 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
     assert read({"messages": [user, said], "points": 3}) == [(asked, {"reference": "4", "points": 3})]
     assert read({"messages": json.dumps([user, said])}) == [(asked, {"reference": "4"})]
     assert read({"prompt": "[3, 1, 2] sorted:"}) == [("[3, 1, 2] sorted:", {})] and read({"prompt": "[3, 1]"})
+    pairs = '[{"a": 1}]'
+    assert read({"prompt": pairs}) == [(pairs, {})] and read({"question": "[]", "label": 2}) == [("[]", {"label": 2})]
+    assert read({"prompt": "2 +", "tools": [{"name": "add"}]}) == [("2 +", {"tools": [{"name": "add"}]})]
     assert read({"prompt": [user]}, {"prompt": [user] * 30}, seq_length=40) == [(asked, {})]
     assert read({"task": "2 + 2 =", "prompt": 1}, prompt_column="task") == [("2 + 2 =", {"prompt": 1})]
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: none of the columns task is the prompt"):
         read({"task": "2 + 2 ="})
     with pytest.raises(ConfigError, match="--system_prompt needs a model with a chat template"):
         read({"prompt": "2 + 2 ="}, system_prompt="Think.")
+    for wrong, message in (
+        ({"prompt": "2 +", "system": "Think."}, "a system text, which only a chat template takes"),
+        ({"prompt": "2 +", "images": ["a.png"]}, "this is data with images"),
+        ({"question": 5}, "'question' is an int, expected text or messages"),
+        ({"messages": '[{"role": "human", "content": "2 +"}]'}, "message 1 has role 'human'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"prompts\.jsonl:1: .*{message}"):
+            read(wrong)
+    assert read({"prompt": "2 +", "images": ["a.png"]}, allow_unused_columns=("images",))
+    capsys.readouterr()
+    end = tokenizer.eos_token
+    read({"prompt": [user | {"content": f"<image>2 + {end}", "picture": "a.png"}]}, {"prompt": f"{end}3 + 3"})
+    said = capsys.readouterr().err
+    assert "1 records mark a place for what is not text" in said
+    assert f"2 texts contain the string of a special token, which is read as that token; the first is {file}:1" in said
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: has tools, but the chat template does not write them"):
         read({"prompt": [user], "tools": [{"name": "add", "parameters": {}}]})
     tokenizer.chat_template = (
@@ -277,6 +295,9 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
     try:
         ((prompt, _),) = read({"prompt": "2 + 2"}, system_prompt="Think.")
         assert prompt == "<system>Think.</s><user>2 + 2</s><assistant>"
+        assert read({"prompt": "2 + 2", "system": "Think."}) == [(prompt, {})]
+        with pytest.raises(ConfigError, match="has a system text: drop the column, or --system_prompt"):
+            read({"prompt": "2 + 2", "system": "Think."}, system_prompt="Think more.")
     finally:
         tokenizer.chat_template = None
 
