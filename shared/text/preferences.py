@@ -68,6 +68,11 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
         asked = [{**turn, "weight": 0} for turn in asked]
         answers |= {name: {"from": "gpt", "value": answers[name]} for name in texts}
         both = [read_list(answer, name, where) for name, answer in answers.items()]
+        if any(answer and answer[0].get("from") in ("human", "user", "system") for answer in both):
+            raise ConfigError(
+                f"{where}: chosen and rejected begin with a question, which 'conversations' has: "
+                "give the answers alone"
+            )
         return "ShareGPT conversations", [
             {**others, "conversations": asked + answer} for answer in both
         ]

@@ -297,6 +297,10 @@ def test_the_column_of_the_prompt_counts_where_answers_begin_with_a_question(pro
         ({"chosen": "a", "rejected": "b"}, ":1: 'chosen' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "none of its 1 samples has a token to learn"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"}, "this is data with images"),
+        (
+            {"conversations": [], "chosen": [{"from": "human"}], "rejected": []},
+            ":1: chosen and rejected begin with a question",
+        ),
         ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "1 pairs are fewer than one --global_batch_size of 4"),
     ],

@@ -15,7 +15,7 @@ from shared.data.loader import Share
 from shared.models.generation import generate
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
-from shared.rollouts.prompts import read_prompts
+from shared.rollouts.prompts import describe, read_prompts
 from shared.rollouts.rollouts import Rollouts
 from tests.conftest import load_template
 
@@ -248,12 +248,13 @@ def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokeni
 
 def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     _, tokenizer = model_and_tokenizer
-    file = tmp_path / "prompts.jsonl"
+    file, described = tmp_path / "prompts.jsonl", []
 
     def read(*records, **options):
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         data = PromptConfig(train_file=(str(file),), validation_file=(str(file),), **options)
-        train, _ = read_prompts(data, tokenizer)
+        train, held_out = read_prompts(data, tokenizer)
+        described.append(describe(train, held_out, data))
         return [(tokenizer.decode(ids), columns) for ids, _, columns in map(train.prompt, range(len(train)))]
 
     user, said = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
@@ -285,6 +286,7 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     read({"prompt": [user | {"content": f"<image>2 + {end}", "picture": "a.png"}]}, {"prompt": f"{end}3 + 3"})
     said = capsys.readouterr().err
     assert "1 records mark a place for what is not text" in said
+    assert described[-1].endswith("; not used: picture (of messages)") and "not used" not in "".join(described[:-1])
     assert f"2 texts contain the string of a special token, which is read as that token; the first is {file}:1" in said
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: has tools, but the chat template does not write them"):
         read({"prompt": [user], "tools": [{"name": "add", "parameters": {}}]})
