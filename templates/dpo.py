@@ -78,6 +78,7 @@ class Config:
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
+        self.adapter.refuse_dropout()
         if self.label_smoothing and self.loss_type != "robust":
             raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
         if self.full and self.adapter != ADAPTER:
@@ -112,7 +113,7 @@ from shared.training import defaults, optim
 
 
 def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
-    """The frozen base with trainable adapters; with --full all weights."""
+    """The frozen base with trainable adapters; with --full all weights. Without dropout."""
     return load_tuned(setup, tokenizer, setup.config.data.seq_length)
 
 
@@ -274,7 +275,7 @@ def main(config: Config) -> None:
     # from the newest checkpoint, if there is one
     run = setup.start(
         data.train,
-        fingerprint=f"{data.fingerprint} {start}",
+        fingerprint=f"{data.fingerprint} {start.weights}",
         total_steps=steps,
         makes="merged" if config.adapter.merge_adapter else "final",
         samples="pairs",

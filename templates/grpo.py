@@ -71,6 +71,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
+        self.adapter.refuse_dropout()
         if self.full and self.adapter != ADAPTER:
             raise ConfigError("--full trains all weights: drop the flags of adapters, or --full")
         if self.kl_coef and (self.full or self.adapter.modules_to_save):
@@ -88,6 +89,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
+from shared.answers.numbers import numbers_of
 from shared.answers.scores import numbers_in, solves
 from shared.data.order import Batch
 from shared.models.counts import count_parameters
@@ -116,13 +118,15 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
 
 def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
     """What an evaluation logs: the reward and its parts."""
-    parts = rewards(answer, record)
-    return {"reward": sum(parts.values())} | parts
+    parts = numbers_of(rewards, answer, record)
+    total = {"reward": sum(parts.values())}
+    return total | parts | total  # reward is the sum, also where a part has its name
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
-    """The frozen base with trainable adapters; with --full all weights."""
-    return load_tuned(setup, tokenizer, int(train.lengths.max()) + 1 + setup.config.max_new_tokens)
+    """The frozen base with trainable adapters; with --full all weights. Without dropout."""
+    longest = int(train.lengths.max()) + 1 + setup.config.max_new_tokens
+    return load_tuned(setup, tokenizer, longest, "--max_new_tokens and the longest prompt:")
 
 
 def advantages_of(config: Config, totals: torch.Tensor) -> torch.Tensor:

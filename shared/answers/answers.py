@@ -13,6 +13,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from torch import nn
 
+from shared.answers.numbers import numbers_of
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
 from shared.models.checks import context_of
@@ -178,7 +179,7 @@ def log_answers(
             "reference": "" if record.get("reference") is None else str(record["reference"]),
             "answer": text,
             "cut": ids[-1] not in ends,
-            "scores": score(text, record),
+            "scores": numbers_of(score, text, record),
         }
         answered.append((number, row))
     by_number = dict(gather_object(answered))  # a rank without rows answers the first prompt

@@ -92,16 +92,16 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
     if setting == "offload":
         place = partial(save_on_cpu, pin_memory=torch.cuda.is_available())
 
-    def recompute(function, *args):
+    def recompute(function, *args, **options):
         with place():
-            return checkpoint(function, *args, use_reentrant=False)
+            return checkpoint(partial(function, **options), *args, use_reentrant=False)
 
     chosen = repeated_blocks(model)
     if not all(hasattr(block, "gradient_checkpointing") for block in chosen):
         raise ConfigError(f"{type(model).__name__} does not support --gradient_checkpointing")
     for block in chosen[every - 1 :: every]:
-        block.gradient_checkpointing = True  # type: ignore[assignment]
-        block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+        # `block.gradient_checkpointing` would do nothing in the mode of an evaluation
+        block.forward = partial(recompute, block.forward)  # type: ignore[method-assign]
 
 
 def compile_blocks(model: nn.Module) -> None:

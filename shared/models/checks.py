@@ -25,9 +25,12 @@ def context_of(model: Any) -> int | None:
     return context
 
 
-def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
+def require_fit(model: Any, tokenizer: Any, seq_length: int, flag: str = "--seq_length") -> None:
     """Refuse sequences longer than the model's context, tokens without an embedding, and models
     that see later tokens.
+
+    Args:
+        flag: what makes sequences so long.
 
     Raises:
         ConfigError: with both numbers, or what is wrong.
@@ -56,17 +59,19 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
                 "aux_loss balances the experts, times the config's "
                 f"router_aux_loss_coef {coefficient:g}"
             )
-    require_tokens_fit(model, tokenizer, seq_length)
+    require_tokens_fit(model, tokenizer, seq_length, flag)
 
 
-def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
+def require_tokens_fit(
+    model: Any, tokenizer: Any, seq_length: int, flag: str = "--seq_length"
+) -> None:
     """Refuse sequences longer than the model's context, and tokens without an embedding. Raises
     ConfigError.
     """
     context = context_of(model)
     if context is not None and seq_length > context:
         raise ConfigError(
-            f"--seq_length {seq_length} is longer than the model's context of {context} "
+            f"{flag} {seq_length} is longer than the model's context of {context} "
             "tokens: give at most that"
         )
     embeddings = model.get_input_embeddings().num_embeddings

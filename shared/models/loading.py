@@ -106,7 +106,11 @@ def parts_that_choose(model: nn.Module) -> list[str]:
 
 
 def freeze_outer_parts(model: Any) -> None:
-    """Freeze the parts that text gives no gradient: DDP would wait for one."""
+    """Freeze the parts that text gives no gradient: DDP would wait for one. And those that an
+    evaluation would change.
+    """
+    if hasattr(model.config, "rescale_every"):  # RWKV would halve weights in place, adapters not
+        model.config.rescale_every = 0
     for name in parts_that_choose(model):
         model.get_submodule(name).requires_grad_(False)
     if model.config.get_text_config() is not model.config:

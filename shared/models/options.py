@@ -62,6 +62,14 @@ class AdapterConfig:
     # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA
     load_in_4bit: bool = False
 
+    def refuse_dropout(self) -> None:
+        """For the `__post_init__` of a template that compares probabilities of answers."""
+        if self.lora_dropout:
+            raise ConfigError(
+                f"--lora_dropout {self.lora_dropout:g}: probabilities of answers are compared, "
+                "which dropout would change: drop the flag"
+            )
+
     def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:
         """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new
         adapters have.

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shared.data import prepared
-from shared.data.records import Source
+from shared.data.records import Source, kind, not_used
 from shared.data.store import Encoded, Notes
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.rollouts.options import PromptConfig
 from shared.text import chat
 from shared.text.chat import Conversations
-from shared.text.encoder import Encoder
-from shared.text.forms import from_cell, read_example
+from shared.text.forms import Example, from_cell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("prompt", "messages", "question", "problem")  # the first that is there counts
+OF_REWARDS = ("chosen", "rejected", "label", "labels", "kto_tag", "score", "rank")
 OF_TEMPLATE = ("system", "tools", "chat_template_kwargs")
 
 
@@ -51,9 +51,8 @@ class ToPrompts(chat.ToSamples):
     code = (*chat.ToSamples.code, "rollouts/prompts.py")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PromptConfig) -> None:
-        self.encoder = Encoder(tokenizer, "assistant")
-        self.seq_length = config.seq_length
-        self.allowed = ()
+        super().__init__(tokenizer, config)
+        self.allowed += OF_REWARDS
         self.column = config.prompt_column
         self.system = config.system_prompt
         if self.system and not self.encoder.has_own_template:
@@ -75,9 +74,10 @@ class ToPrompts(chat.ToSamples):
     def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for column, where, record in super().items(source, notes):
             turns = from_cell(record.get(column))
-            if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-                record = record | {column: turns}  # CSV has no lists
-                if turns and turns[-1].get("role") == "assistant":
+            is_list = isinstance(turns, list) and turns
+            if is_list and all(isinstance(turn, dict) and "role" in turn for turn in turns):
+                record = record | {column: turns}  # CSV has no lists; other JSON is text
+                if turns[-1]["role"] == "assistant":
                     record |= {column: turns[:-1], "reference": turns[-1].get("content")}
             yield column, where, record
 
@@ -94,12 +94,9 @@ class ToPrompts(chat.ToSamples):
     ) -> list[tuple[list[int], np.ndarray]]:
         for name in record.keys() - {form, *OF_TEMPLATE}:
             notes.add(f"unused {name}")  # kept in the sample's line
-        asked = record.get(form)
-        if isinstance(asked, str) and not self.encoder.has_own_template:
-            tokens = self.encoder.tokenizer(asked, add_special_tokens=False)["input_ids"]
-            ids = [*self.encoder.bos, *tokens]
-        else:
-            ids = self._rendered(record, asked, where, notes)
+        example = self._example(record, form, where, notes)
+        ids = self.encoder.prompt(example, where, notes)
+        if example.messages:
             for end in self.encoder.end_tokens - {self.encoder.tokenizer.eos_token_id}:
                 notes.add(f"end {end}")
         if not 0 < len(ids) <= self.seq_length:
@@ -107,16 +104,23 @@ class ToPrompts(chat.ToSamples):
             return []
         return [(ids, np.zeros(len(ids), bool))]
 
-    def _rendered(self, record: dict[str, Any], asked: Any, where: str, notes: Notes) -> list[int]:
-        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        answer = [{"role": "assistant", "content": "-"}]  # without one, there is nothing to learn
-        record = record | {"prompt": turns, "completion": answer}
+    def _example(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> Example:
+        """A prompt alone. Raises ConfigError if the model would not see all of it."""
+        asked = record.get(form)
+        if not isinstance(asked, str | list | dict):
+            raise ConfigError(f"{where}: {form!r} is {kind(asked)}, expected text or messages")
+        if isinstance(asked, str) and self.encoder.has_own_template:
+            asked = [{"role": "user", "content": asked}]
+        # without an answer, there is nothing to learn
+        answer: Any = "-" if isinstance(asked, str) else [{"role": "assistant", "content": "-"}]
+        others = {name: value for name, value in record.items() if name != form}
+        if self.system and others.get("system"):
+            raise ConfigError(f"{where}: has a system text: drop the column, or --system_prompt")
         if self.system:
-            record["system"] = self.system
-        example = read_example(record, "prompt and completion", where)
-        assert example.messages
-        chat.note_template_options(example, where, notes)
-        return self.encoder.prompt(replace(example, messages=example.messages[:-1]), where)
+            others["system"] = self.system
+        made = {**others, "prompt": asked, "completion": answer}
+        example = self.read(made, "prompt and completion", where, notes)
+        return replace(example, messages=example.messages and example.messages[:-1])
 
 
 def read_prompts(
@@ -143,6 +147,7 @@ def describe(train: Conversations, held_out: Conversations, options: PromptConfi
         f"{store.source}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
         f"{options.seq_length} tokens and left out; {len(train):,} to train on, of "
         f"{lengths.min()}-{lengths.max()} tokens; {len(held_out):,} to validate on"
+        f"{not_used([name for name in store.notes.named('unused ') if name.endswith(')')])}"
     )
 
 

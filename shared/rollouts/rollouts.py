@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import fmean
@@ -14,11 +13,11 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from shared.answers.answers import answer, batches, batches_to_answer, keep_rows, written
+from shared.answers.numbers import numbers_of
 from shared.data.loader import Share, Window
 from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
-from shared.process.errors import ConfigError
 from shared.run.run import Run
 from shared.text.chat import Conversations
 from shared.text.packing import collate_padded
@@ -139,7 +138,7 @@ class Rollouts:
             parts, tokens of an answer, the share of answers that were cut, and seconds.
 
         Raises:
-            ConfigError: a reward is not finite.
+            ConfigError: a reward is no finite number.
         """
         start = time.perf_counter()
         number = (run.state.step - 1) // self.updates
@@ -164,10 +163,7 @@ class Rollouts:
         for row, ids in answered:
             prompt, _, columns = rows[row]
             before, text = written(self.tokenizer, prompt, ids, ends)
-            parts = reward(text, columns | {"prompt": before})
-            if not all(map(math.isfinite, parts.values())):
-                raise ConfigError(f"the reward of {text!r} is not finite: {parts}")
-            rewarded[row] = (ids, parts)
+            rewarded[row] = (ids, numbers_of(reward, text, columns | {"prompt": before}))
         by_row = dict(gather_object(list(rewarded.items())))
         answers, rewards = zip(*(by_row[row] for row in range(len(rows))), strict=True)
         self.tensors["answers"].fill_(-1)
@@ -184,7 +180,7 @@ class Rollouts:
         ]
         keep_rows(run, "rollouts.jsonl", shown)
         is_cut = [ids[-1] not in ends for ids in answers]
-        sums = torch.tensor([sum(parts.values()) for parts in rewards])
+        sums = torch.tensor([sum(parts.values()) for parts in rewards], dtype=torch.float32)
         means = {"reward": sums.mean().item()}
         for name in dict.fromkeys(name for parts in rewards for name in parts):
             means[f"reward/{name}"] = fmean(parts.get(name, 0.0) for parts in rewards)

@@ -2,15 +2,19 @@
 its first step.
 """
 
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
 from shared.data import prepared
 from shared.models.blocks import in_eval_mode
-from shared.models.hub import identity_of_weights
+from shared.models.hub import file_of, identity_of_weights
 from shared.models.loss import log_probabilities
 from shared.models.options import AdapterConfig
 from shared.parallel import sharding
@@ -20,20 +24,34 @@ from shared.process.files import cache_dir
 from shared.text.preferences import Pairs, one_pass
 
 
-def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig) -> str:
-    """What the model before its first step is known by. New adapters change nothing yet. Every rank
-    calls this.
+class Start(NamedTuple):
+    """What the model before its first step is known by. New adapters change nothing yet."""
+
+    weights: str
+    settings: str  # how it computes with them
+
+
+def identity_of_start(name: str, model: Any, adapter: AdapterConfig) -> Start:
+    """Every rank calls this.
 
     Args:
         name: of the base model.
         model: made of it.
     """
     given = adapter.adapter_name_or_path
-    return prepared.fingerprint(
+    weights = prepared.fingerprint(
         weights=identity_of_weights(name, model),
         adapter=given and identity_of_weights(given, files="adapter_model.safetensors"),
         quantised=adapter.load_in_4bit,
     )
+
+    def texts_of_settings() -> list[str]:
+        files = [file_of(name, "config.json"), given and file_of(given, "adapter_config.json")]
+        return [Path(file).read_text("utf-8") for file in files if file]
+
+    texts = on_main(texts_of_settings)
+    versions = [transformers.__version__, prepared.source_of("models", "experts")]
+    return Start(weights, prepared.fingerprint(how=[texts, versions, str(model.dtype)]))
 
 
 @torch.no_grad()
@@ -41,7 +59,7 @@ def add_reference(
     accelerator: Accelerator,
     model: nn.Module,
     pairs: Pairs,
-    start: str,
+    start: Start,
     *,
     seq_length: int,
     per_device: int,
@@ -63,8 +81,8 @@ def add_reference(
     Raises:
         ConfigError: they are not finite, or cannot be written or read.
     """
-    how = [prepared.source_of("models"), accelerator.mixed_precision]
-    key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, how=how)
+    precision = accelerator.mixed_precision
+    key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, precision=precision)
     folder = cache_dir() / "reference" / key
     name = "log_probabilities.npy"
     if on_main(lambda: prepared.usable(folder)):

@@ -17,13 +17,20 @@ from shared.run.run import Run
 from shared.run.setup import Setup
 
 
-def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
+def load_tuned(
+    setup: Setup, tokenizer: Any, seq_length: int, flag: str = "--seq_length"
+) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32. In training mode.
+    weights, trainable, in fp32.
+
+    It stays in the mode of an evaluation, without dropout and other noise, as where answers are
+    sampled and the reference is computed: otherwise, probabilities would differ before any weight
+    does.
 
     Args:
         setup: its config has the groups adapter and speed, `full` and `model_name_or_path`.
         seq_length: tokens of the longest row.
+        flag: what makes it so long.
 
     Raises:
         ConfigError: the model does not take such rows, or such adapters.
@@ -36,13 +43,13 @@ def load_tuned(setup: Setup, tokenizer: Any, seq_length: int) -> nn.Module:
         base = load_causal_lm(name, attn_implementation=kernel, dtype=torch.float32)
     else:
         base = adapters.load_base(name, config.adapter, speed, setup.accelerator)
-    require_fit(base, tokenizer, seq_length)
+    require_fit(base, tokenizer, seq_length, flag)
     set_gradient_checkpointing(base, speed.gradient_checkpointing)
     if not config.full:
-        return adapters.add_adapters(base, config.adapter)
+        return adapters.add_adapters(base, config.adapter).eval()
     learn_padding_token(base)
     use_launch_precision(base)  # of experts, which know no autocast
-    return base.train()
+    return base.eval()
 
 
 def save_tuned(

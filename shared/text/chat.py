@@ -58,7 +58,7 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
     ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "special": "texts contain the string of a special token, which is read as that token",
-    "long": "samples with images are longer than --seq_length, and left out: raise it",
+    "long": "samples are longer than --seq_length, and left out: raise it",
     "bad": (
         "samples have an image that cannot be read, and are left out (after a repair, touch the "
         "data file)"
@@ -189,7 +189,7 @@ class ToSamples:
     recognise = staticmethod(recognise)  # (record, place) -> form
     opened: Callable[..., Conversations] = Conversations  # what opens the stores
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SamplesConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RecordsConfig) -> None:
         self.encoder = Encoder(tokenizer, getattr(config, "loss_on", "assistant"))
         self.seq_length = config.seq_length
         self.allowed = config.allow_unused_columns
@@ -263,22 +263,27 @@ class ToSamples:
             lines={"columns": columns},
         )
 
-    def encode(
-        self, record: dict[str, Any], form: str, where: str, notes: Notes
-    ) -> tuple[list[int], np.ndarray]:
-        """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
+    def read(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> Example:
+        """A record of a form of `forms`, with notes of what is not read as it is meant."""
         template = str(self.encoder.tokenizer.chat_template)
         refuse_other_meanings(record, form, where, self.allowed)
         example = read_example(record, form, where)
         for name in unused(record, form, example, template):
             notes.add(f"unused {name}")
         note_template_options(example, where, notes)
+        if mark := re.search("<(?:image|video|audio)>", repr(example)):
+            notes.add("marked", f"{where}: {mark[0]}")
+        return example
+
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
+        """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
+        example = self.read(record, form, where, notes)
         if example.has_empty_answer:
             notes.add("empty", where)
         if example.prompt and self.encoder.came_with_template:
             notes.add("joined", where)
-        if mark := re.search("<(?:image|video|audio)>", repr(example)):
-            notes.add("marked", f"{where}: {mark[0]}")
         return self.encoder(example, where, notes)
 
     def samples(

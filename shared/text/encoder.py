@@ -94,9 +94,8 @@ class Encoder:
         if example.messages is None:
             text = example.prompt + example.completion
             ids, learned, _ = self._tokens(text, [(len(example.prompt), len(text))])
-            if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
-                ids = self.bos + ids
-                learned = np.concatenate([np.zeros(len(self.bos), bool), learned])
+            ids = self._with_bos(ids)
+            learned = np.append(np.zeros(len(ids) - len(learned), bool), learned)
         else:
             ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
@@ -120,6 +119,12 @@ class Encoder:
         if end_token is not None:
             notes.add(f"end {end_token}")
         return ids, learned
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """Tokens of a text after the one that begins texts; one that is rendered already may begin
+        with it.
+        """
+        return ids if ids[: len(self.bos)] == self.bos else self.bos + ids
 
     def _note_special(self, example: Example, where: str, notes: Notes) -> None:
         texts = {where: example.prompt + example.completion}
@@ -242,15 +247,21 @@ class Encoder:
             if turn["role"] == "tool" and not _is_written(said := str(turn.get("content")), text):
                 notes.add("lost", f"{where}, message {n}: {said[:40]!r}")
 
-    def prompt(self, example: Example, where: str) -> list[int]:
-        """The tokens of messages, up to where the next answer begins.
+    def prompt(self, example: Example, where: str, notes: Notes) -> list[int]:
+        """The tokens of a text, or of messages up to where the next answer begins.
+
+        Args:
+            notes: gets `special`, as of `__call__`.
 
         Raises:
             ConfigError: the chat template refuses the conversation, or does not write its tools.
         """
+        self._note_special(example, where, notes)
+        if example.messages is None:
+            return self._with_bos(self._tokens(example.prompt, [])[0])
         render: Any = partial(self._render, **self._options(example, where))
         with _refusals_named(where):
-            messages = _for_template(example.messages or [], render)
+            messages = _for_template(example.messages, render)
             text = render(messages, add_generation_prompt=True)
         return self._tokens(text, [])[0]
 

@@ -82,6 +82,9 @@ class RecordsConfig(TextConfig):
     # Tokens of one row, at most; longer samples are truncated and counted, plain text is split
     seq_length: Length = 1024
     max_train_samples: Count | None = None  # Use only so many of the first records
+    # Columns to ignore although they change what an answer means, such as label or chosen; the run
+    # refuses any that you do not name
+    allow_unused_columns: Free[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,6 @@ class SamplesConfig(RecordsConfig):
     # Fill rows with several samples that cannot see each other; off: one padded sample a row; auto:
     # on if the model can keep them apart
     packing: Literal["auto", "on", "off"] = "auto"
-    # Columns to ignore although they change what an answer means, such as label or chosen; the run
-    # refuses any that you do not name
-    allow_unused_columns: Free[tuple[str, ...]] = ()
 
     @property
     def row_length(self) -> int:

@@ -21,7 +21,7 @@ from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
-from shared.text.forms import read_list, require_columns
+from shared.text.forms import Messages, read_list, require_columns
 from shared.text.loaders import ChatData
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded, joined
@@ -68,6 +68,11 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
         asked = [{**turn, "weight": 0} for turn in asked]
         answers |= {name: {"from": "gpt", "value": answers[name]} for name in texts}
         both = [read_list(answer, name, where) for name, answer in answers.items()]
+        if any(answer and answer[0].get("from") in ("human", "user", "system") for answer in both):
+            raise ConfigError(
+                f"{where}: chosen and rejected begin with a question, which 'conversations' has: "
+                "give the answers alone"
+            )
         return "ShareGPT conversations", [
             {**others, "conversations": asked + answer} for answer in both
         ]
@@ -83,11 +88,35 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
         # whole conversations, prompt and all
         if any(answer and answer[0].get("role") != "assistant" for answer in both):
             turns = zip(*both, strict=False)
-            prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], turns)]
-            both = [answer[len(prompt) :] for answer in both]
+            common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], turns)]
+            both = [answer[len(common) :] for answer in both]
+            prompt = _joined(prompt, common, where)
     return "prompt and completion", [
         {**others, "prompt": prompt, "completion": answer} for answer in both
     ]
+
+
+def _joined(prompt: Messages, common: Messages, where: str) -> Messages:
+    """The turns of the column `prompt` and those that both answers begin with, which may repeat
+    them.
+
+    Raises:
+        ConfigError: a question in the prompt is none of theirs.
+    """
+    asked, begins = (
+        [(turn.get("role"), str(turn.get("content")).strip()) for turn in turns]
+        for turns in (prompt, common)
+    )
+    starts = range(len(begins) - len(asked) + 1)
+    if any(begins[start : start + len(asked)] == asked for start in starts):
+        return common
+    repeated = next(n for n in range(len(asked), -1, -1) if asked[len(asked) - n :] == begins[:n])
+    if not repeated and asked[-1][0] == "user":
+        raise ConfigError(
+            f"{where}: chosen and rejected begin with other turns than those of 'prompt': drop "
+            "that column if they are whole conversations"
+        )
+    return prompt + common[repeated:]
 
 
 class ToPairs(chat.ToSamples):

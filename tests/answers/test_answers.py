@@ -301,11 +301,13 @@ def test_a_stopped_run_measures_the_same(alone, flags, tmp_path):
 
 
 def test_a_score_of_one_s_own_sees_the_record_and_chooses_in_its_direction(flags, tmp_path):
-    """Lower is better, by its name. Two processes, each of which scores its own answers."""
+    """A number of torch. Lower is better, by its name. Two processes, each of which scores its own answers."""
     template = (ROOT / "templates/full_finetune.py").read_text()
     own = """
 def score(answer, record):
-    return {"points_error": abs(len(answer.split()) - record["points"])}
+    import torch
+
+    return {"points_error": torch.tensor(abs(len(answer.split()) - record["points"]))}
 
 
 def evaluate("""

@@ -28,6 +28,8 @@ from transformers import (
     MllamaConfig,
     Qwen3MoeConfig,
     ResNetConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
     SwinConfig,
     ViTConfig,
     ViTForImageClassification,
@@ -38,6 +40,7 @@ from shared.models.adapters import add_adapters, refuse_tied_embeddings, trained
 from shared.models.blocks import (
     compile_blocks,
     compile_images,
+    in_eval_mode,
     repeated_blocks,
     set_gradient_checkpointing,
 )
@@ -46,7 +49,7 @@ from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
 from shared.models.generation import continuations, end_generation_at, ends_of, generate
 from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
-from shared.models.loading import class_of, outer_parts
+from shared.models.loading import class_of, load_causal_lm, outer_parts
 from shared.models.loss import causal_lm_loss
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
@@ -86,6 +89,17 @@ def test_recomputing_blocks_changes_no_gradient(setting, recomputed):
     assert forwards == [2 if i in recomputed else 1 for i in range(5)]
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-6)
+
+
+def test_an_evaluation_leaves_the_weights_as_they_are(tmp_path):
+    """RWKV halves weights of every sixth block for inference, in place."""
+    config = RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=7, context_length=32)
+    RwkvForCausalLM(config).save_pretrained(tmp_path)
+    subject = load_causal_lm(str(tmp_path), attn_implementation="auto").train()
+    before = {name: parameter.clone() for name, parameter in subject.named_parameters()}
+    with in_eval_mode(subject), torch.no_grad():
+        subject(tokens(1, 5))
+    assert all(torch.equal(before[name], parameter) for name, parameter in subject.named_parameters())
 
 
 def test_a_model_whose_blocks_cannot_be_recomputed_is_refused():

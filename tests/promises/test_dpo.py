@@ -1,5 +1,6 @@
 """dpo.py, launched for real."""
 
+import contextlib
 import json
 import math
 import random
@@ -264,6 +265,30 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
     assert tokenizer.decode(ids[learned]).split() == (answer + answer).split()
 
 
+SYSTEM, ASKED, BEFORE = turn("system", "Be brief."), turn("user", "2 + 2?"), [turn("user", "Hi"), turn("assistant", "Hi.")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins", "read"),
+    [
+        ([SYSTEM, ASKED], [ASKED], [SYSTEM, ASKED]),
+        ([SYSTEM], [ASKED], [SYSTEM, ASKED]),
+        (" 2 + 2?", [SYSTEM, ASKED], [SYSTEM, ASKED]),
+        ([SYSTEM, BEFORE[0]], [*BEFORE, ASKED], [SYSTEM, *BEFORE, ASKED]),
+        (BEFORE, [ASKED], [*BEFORE, ASKED]),
+        ("Hi", [*BEFORE, ASKED], [*BEFORE, ASKED]),
+        ("3 + 3?", [ASKED], None),
+    ],
+)
+def test_the_column_of_the_prompt_counts_where_answers_begin_with_a_question(prompt, begins, read):
+    record = {"prompt": prompt, **{name: [*begins, turn("assistant", name)] for name in ("chosen", "rejected")}}
+    refused = pytest.raises(ConfigError, match="begin with other turns than those of 'prompt'")
+    with contextlib.nullcontext() if read else refused:
+        _, both = preferences.two_records(record, "prompt with chosen and rejected", "here")
+        assert [each["prompt"] for each in both] == [read, read]
+        assert [each["completion"] for each in both] == [[turn("assistant", name)] for name in ("chosen", "rejected")]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -272,6 +297,10 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
         ({"chosen": "a", "rejected": "b"}, ":1: 'chosen' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "none of its 1 samples has a token to learn"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"}, "this is data with images"),
+        (
+            {"conversations": [], "chosen": [{"from": "human"}], "rejected": []},
+            ":1: chosen and rejected begin with a question",
+        ),
         ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected a list of objects"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "1 pairs are fewer than one --global_batch_size of 4"),
     ],

@@ -102,6 +102,7 @@ def test_what_does_not_go_together_is_refused():
     for changes, message in (
         ({"group_size": 1}, "--group_size"),
         ({"full": True, "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
+        ({"adapter": AdapterConfig(lora_dropout=0.1)}, "--lora_dropout 0.1: probabilities of answers are compared"),
         ({"adapter": AdapterConfig(modules_to_save=("lm_head",)), "kl_coef": 0.1}, "--kl_coef needs adapters alone"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -123,3 +124,9 @@ def test_the_demo_learns(tmp_path):
 def test_all_weights_can_be_trained(base, tmp_path):
     run_here("grpo", *base, "--full", "--output_dir", tmp_path / "run", "--report_to", "none", "--max_steps", 1)
     assert (tmp_path / "run/final/model.safetensors").exists()
+
+
+def test_answers_that_do_not_fit_the_context_are_refused_in_the_name_of_their_flag(base, tmp_path):
+    message = r"--max_new_tokens and the longest prompt: \d+ is longer than the model's context of 256"
+    with pytest.raises(ConfigError, match=message):
+        run_here("grpo", *base, "--max_new_tokens", 250, "--output_dir", tmp_path / "run")

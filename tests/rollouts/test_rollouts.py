@@ -1,5 +1,6 @@
 """Answers that the model in training samples: which tokens, what they are worth, what is learned from them."""
 
+import itertools
 import json
 import math
 from functools import partial
@@ -18,7 +19,7 @@ from shared.data.loader import Share
 from shared.models.generation import generate
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
-from shared.rollouts.prompts import read_prompts
+from shared.rollouts.prompts import describe, read_prompts
 from shared.rollouts.rollouts import Rollouts
 from tests.conftest import load_template
 
@@ -157,11 +158,26 @@ def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends
     assert "" in [answer for answer, _ in seen["evaluation"]]  # it begins with that end
 
 
-def test_a_reward_that_is_not_finite_ends_the_run_with_its_answer(model_and_tokenizer, prompts):
-    with pytest.raises(ConfigError, match=r"is not finite: \{'points': nan\}"):
-        rollouts_of(prompts[0], model_and_tokenizer[1]).sample(
-            at(1), model_and_tokenizer[0], lambda *_: {"points": math.nan}
-        )
+def test_rewards_are_any_numbers(model_and_tokenizer, prompts):
+    """Whole numbers alone made the tensor of rewards one of integers, which has no mean."""
+    model, tokenizer = model_and_tokenizer
+    for values in ((0, 1), (True, False), (np.float32(0), np.int64(1)), (torch.tensor(0.0), torch.tensor([1])), (0, 1.0)):
+        counter = itertools.count()
+        rollouts = rollouts_of(prompts[0], tokenizer)
+        rewards, means = rollouts.sample(at(1), model, lambda *_, v=values, c=counter: {"right": v[next(c) % 2]})
+        assert rewards.dtype == torch.float32 and means["reward"] == means["reward/right"] == 0.5
+    rewards, means = rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_: {})
+    assert not rewards.any() and means["reward"] == 0
+    for wrong in ({"right": math.nan}, {"right": None}, {"right": "1"}, {"right": torch.zeros(2)}, 1.0):
+        with pytest.raises(ConfigError, match=r"test_rollouts\.py:\d+: <lambda> of the answer '.*expected finite") as caught:
+            rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_, w=wrong: w)
+        assert "\n" not in str(caught.value)
+
+
+def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name(monkeypatch):
+    template = load_template("grpo")
+    monkeypatch.setattr(template, "rewards", lambda *_: {"reward": np.int64(1), "format": True})
+    assert json.dumps(template.score("", {})) == '{"reward": 2.0, "format": 1.0}'
 
 
 def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
@@ -279,14 +295,15 @@ def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokeni
         rollouts_of(prompts[0], model_and_tokenizer[1], batch=len(prompts[0]) + 1)
 
 
-def test_forms_of_prompts(tmp_path, model_and_tokenizer):
+def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     _, tokenizer = model_and_tokenizer
-    file = tmp_path / "prompts.jsonl"
+    file, described = tmp_path / "prompts.jsonl", []
 
     def read(*records, **options):
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
         data = PromptConfig(train_file=(str(file),), validation_file=(str(file),), **options)
-        train, _ = read_prompts(data, tokenizer)
+        train, held_out = read_prompts(data, tokenizer)
+        described.append(describe(train, held_out, data))
         return [(tokenizer.decode(ids), columns) for ids, _, columns in map(train.prompt, range(len(train)))]
 
     user, said = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
@@ -295,12 +312,31 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
     assert read({"messages": [user, said], "points": 3}) == [(asked, {"reference": "4", "points": 3})]
     assert read({"messages": json.dumps([user, said])}) == [(asked, {"reference": "4"})]
     assert read({"prompt": "[3, 1, 2] sorted:"}) == [("[3, 1, 2] sorted:", {})] and read({"prompt": "[3, 1]"})
+    pairs = '[{"a": 1}]'
+    assert read({"prompt": pairs}) == [(pairs, {})] and read({"question": "[]", "label": 2}) == [("[]", {"label": 2})]
+    assert read({"prompt": "2 +", "tools": [{"name": "add"}]}) == [("2 +", {"tools": [{"name": "add"}]})]
     assert read({"prompt": [user]}, {"prompt": [user] * 30}, seq_length=40) == [(asked, {})]
     assert read({"task": "2 + 2 =", "prompt": 1}, prompt_column="task") == [("2 + 2 =", {"prompt": 1})]
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: none of the columns task is the prompt"):
         read({"task": "2 + 2 ="})
     with pytest.raises(ConfigError, match="--system_prompt needs a model with a chat template"):
         read({"prompt": "2 + 2 ="}, system_prompt="Think.")
+    for wrong, message in (
+        ({"prompt": "2 +", "system": "Think."}, "a system text, which only a chat template takes"),
+        ({"prompt": "2 +", "images": ["a.png"]}, "this is data with images"),
+        ({"question": 5}, "'question' is an int, expected text or messages"),
+        ({"messages": '[{"role": "human", "content": "2 +"}]'}, "message 1 has role 'human'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"prompts\.jsonl:1: .*{message}"):
+            read(wrong)
+    assert read({"prompt": "2 +", "images": ["a.png"]}, allow_unused_columns=("images",))
+    capsys.readouterr()
+    end = tokenizer.eos_token
+    read({"prompt": [user | {"content": f"<image>2 + {end}", "picture": "a.png"}]}, {"prompt": f"{end}3 + 3"})
+    said = capsys.readouterr().err
+    assert "1 records mark a place for what is not text" in said
+    assert described[-1].endswith("; not used: picture (of messages)") and "not used" not in "".join(described[:-1])
+    assert f"2 texts contain the string of a special token, which is read as that token; the first is {file}:1" in said
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: has tools, but the chat template does not write them"):
         read({"prompt": [user], "tools": [{"name": "add", "parameters": {}}]})
     tokenizer.chat_template = (
@@ -310,6 +346,9 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer):
     try:
         ((prompt, _),) = read({"prompt": "2 + 2"}, system_prompt="Think.")
         assert prompt == "<system>Think.</s><user>2 + 2</s><assistant>"
+        assert read({"prompt": "2 + 2", "system": "Think."}) == [(prompt, {})]
+        with pytest.raises(ConfigError, match="has a system text: drop the column, or --system_prompt"):
+            read({"prompt": "2 + 2", "system": "Think."}, system_prompt="Think more.")
     finally:
         tokenizer.chat_template = None
 

@@ -388,7 +388,7 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
     assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
     said = capsys.readouterr().err
     assert "2 samples have an image that cannot be read, and are left out (after" in said
-    assert "1 samples with images are longer than --seq_length, and left out: raise it; the first is" in said
+    assert "1 samples are longer than --seq_length, and left out: raise it; the first is" in said
     shrunk = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True, image_max_pixels=40 * 30)
     assert [image.size for i in range(3) for image in shrunk[i]["images"]] == [(34, 34), (40, 30)]
     (tmp_path / "small.png").write_bytes(png(50, 50))

@@ -1,0 +1,35 @@
+"""What a template's own function says of an answer."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shared.process.errors import ConfigError
+
+
+def numbers_of(
+    function: Callable[[str, dict[str, Any]], Any], answer: str, record: dict[str, Any]
+) -> dict[str, float]:
+    """The numbers by name that `rewards` or `score` returns, whole ones, bools and those of NumPy
+    and torch included.
+
+    Raises:
+        ConfigError: it returns anything else; with the function's place and the answer.
+    """
+    returned = function(answer, record)
+    if isinstance(returned, dict) and all(map(_is_finite, returned.values())):
+        return {name: float(value) for name, value in returned.items()}
+    code = getattr(function, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    raise ConfigError(
+        f"{place}{getattr(function, '__name__', function)} of the answer {answer!r} returns "
+        f"{' '.join(repr(returned).split())}, expected finite numbers by name, such as "
+        "{'right': 1.0}"
+    )
+
+
+def _is_finite(value: Any) -> bool:
+    with contextlib.suppress(Exception):  # texts, None, tensors of several numbers
+        return math.isfinite(value)
+    return False
