@@ -98,7 +98,11 @@ def prepare(config: ImageConfig) -> LabelledData:
         NotNow: the Hub does not answer.
     """
     configs = config.sources()
-    parts = [_prepare(source) for source in configs.values()]
+    is_shared = bool(config.validation_dir or config.validation_file)  # by all sources
+    is_apart = is_shared and bool(config.dataset_name)  # files, in place of its splits
+    parts = [_prepare(source, whole=is_apart) for source in configs.values()]
+    if is_apart:
+        parts.append(_to_validate(config))
     classes = tuple(in_order({name for part in parts for name in part.labels.classes}))
     labels = [part.labels.numbered_as(classes) for part in parts]
 
@@ -114,9 +118,12 @@ def prepare(config: ImageConfig) -> LabelledData:
             dict(zip(configs, sizes, strict=False)),
         )
 
-    is_shared = config.validation_dir or config.validation_file  # by all sources
     train = images([part.train for part in parts])
-    validation = images([part.validation for part in (parts[:1] if is_shared else parts)])
+    chosen = [part.validation for part in parts]
+    if is_shared:
+        none = [numbers[:0] for numbers in chosen[:-1]]
+        chosen = [*none, chosen[-1]] if is_apart else chosen[:1]
+    validation = images(chosen)
     name = ", ".join(label(sources.name_of(source)) for source in configs.values())
     train.labels.require_trained(name, "image")
     if not validation.labels.counts().any():
@@ -136,8 +143,18 @@ class _Part(NamedTuple):
     about: str
 
 
-def _prepare(config: ImageConfig) -> _Part:
-    """`prepare` for one source."""
+def _to_validate(config: ImageConfig) -> _Part:
+    """The images to validate on that are named beside a data set."""
+    changes: dict[str, Any] = {"dataset_name": (), "mix_weights": (), "validation_dir": None}
+    changes["train_dir"] = (config.validation_dir,) if config.validation_dir else ()
+    changes |= {"train_file": config.validation_file, "validation_file": ()}
+    part = _prepare(replace(config, **changes), whole=True)
+    about = f"validation: {part.about}"
+    return part._replace(train=part.validation, validation=part.train, about=about)
+
+
+def _prepare(config: ImageConfig, *, whole: bool) -> _Part:
+    """`prepare` for one source. If it is to stay `whole`, nothing is held out."""
     splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
     root = config.train_dir[0] if config.train_dir else None
     if config.is_demo:
@@ -192,6 +209,8 @@ def _prepare(config: ImageConfig) -> _Part:
         return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
 
     labels = Labels(facts["problem_type"], tuple(facts["classes"]), load("labels"))
+    if whole:
+        facts["trained"] = len(labels)
     return _split(config, Files(load("paths"), load("parts"), rows), labels, facts)
 
 
@@ -237,7 +256,9 @@ def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, A
     if is_main_rank():
         _warn_of_overlap(files.paths, train, validation)
     about = f"{label(sources.name_of(config))}: {len(train):,} images of "
-    about += f"{len(labels.classes)} classes; validation: {len(validation):,}, {how}"
+    about += f"{len(labels.classes)} classes"
+    if how:
+        about += f"; validation: {len(validation):,}, {how}"
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
     if left_out := facts["left_out"]:

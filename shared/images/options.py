@@ -45,16 +45,12 @@ class ImageConfig(DataConfig):
                 "--train_dir and --train_file or --dataset_name both name "
                 "the training data: keep one"
             )
-        if self.dataset_name and (self.validation_file or self.validation_dir):
-            raise ConfigError(
-                "images of a --dataset_name are validated on one of its splits: use "
-                "--validation_split_name, not --validation_file or --validation_dir"
-            )
         if self.validation_dir and (
-            self.validation_file or not (self.train_dir or self.train_file)
+            self.is_demo or self.validation_file or self.validation_split_name
         ):
             raise ConfigError(
-                "--validation_dir goes with --train_dir or --train_file, without --validation_file"
+                "--validation_dir goes with training data, and without --validation_file and "
+                "--validation_split_name"
             )
         if self.is_multi_label and (
             self.validation_dir or not (self.train_file or self.dataset_name)

@@ -272,6 +272,8 @@ def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
     held_out = config.validation_split_name or next(
         (split for split in VALIDATION if split in splits), None
     )
+    if config.validation_dir or config.validation_file:
+        held_out = None
     chosen = [first] if held_out is None else [first, held_out]
     for split in chosen:
         if split not in splits:

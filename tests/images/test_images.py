@@ -844,6 +844,27 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     assert data.about == f"{name}: 4 images of 2 classes; validation: 3, split validation"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_files_to_validate_on_beside_a_data_set(tmp_path, table, mixed):
+    """Its splits do not count, and its classes are those of the training data."""
+    names = tuple(table(tmp_path / f"set{number}", "train", [0, 1, 0, 1]) for number in range(1 + mixed))
+    table(tmp_path / "set0", "validation", [1, 1, 0])
+    for number in range(3):
+        paint(tmp_path / "test" / "dog" / f"{number}.png", number, number, (20, 20))
+    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"test/dog/{n}.png,dog\n" for n in range(3)))
+    weights = {"mix_weights": (1.0, 1.0)} if mixed else {}
+    for other in ({"validation_dir": tmp_path / "test"}, {"validation_file": (str(tmp_path / "list.csv"),)}):
+        data = prepare(ImageConfig(dataset_name=names, **other, **weights))
+        assert data.classes == ("cat", "dog") and len(data.train) == 4 + 4 * mixed
+        assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == ["dog"] * 3
+        assert [data.validation.where(i)[-5:] for i in range(3)] == ["0.png", "1.png", "2.png"]
+        assert data.about.endswith(": 3 images of 1 classes") and data.about.count("validation") == 1
+    (tmp_path / "test" / "dog").rename(tmp_path / "test" / "owl")
+    assert "the class 'owl' has no image to train on" in refused(
+        dataset_name=names, validation_dir=tmp_path / "test", **weights
+    )
+
+
 def test_columns_of_bytes_and_samples_of_webdataset_are_images(tmp_path, table):
     pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     pictures = [picture(i) for i in range(8)]
