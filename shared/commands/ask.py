@@ -10,6 +10,7 @@ Each question stands alone. For a conversation: docs/after_training.md.
 import argparse
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+    from shared.models.checks import context_of
     from shared.models.hub import from_hub
     from shared.models.loading import class_of
     from shared.models.tokenizers import leading_bos, load_tokenizer
@@ -125,11 +127,14 @@ def main() -> None:
             rows = torch.tensor([prompt])
             inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
+        length = inputs["input_ids"].shape[1]
+        room = (context_of(model) or sys.maxsize) + 1 - length  # the last token is not read again
+        if room < 1:
+            raise ConfigError(f"a question of {length} tokens is longer than the model's context")
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}
         for who, as_it in ({**with_base, options.run.name: contextlib.nullcontext}).items():
             with as_it(), torch.no_grad():
-                found = model.generate(**inputs, max_new_tokens=options.max_new_tokens)[
-                    0, inputs["input_ids"].shape[1] :
-                ]
+                most = min(options.max_new_tokens, room)
+                found = model.generate(**inputs, max_new_tokens=most)[0, length:]
             answer = tokenizer.decode(found, skip_special_tokens=True)
             print(f"--- {who}\n{answer}")

@@ -164,10 +164,12 @@ def generate(
 @torch.no_grad()
 def sees_padding(model: nn.Module) -> bool:
     """Whether an answer depends on the padding before its prompt, as where a model counts positions
-    from the beginning of the row, or compresses blocks of it: tried on the prepared model. Every
-    rank calls this.
+    from the beginning of the row, or compresses blocks of it: tried once on the prepared model.
+    Every rank calls this.
     """
     whole = without_adapters(model)
+    if hasattr(whole, "sees_padding"):
+        return bool(whole.sees_padding)
     prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
     seen: list[torch.Tensor] = []
     head = whole.get_output_embeddings()
@@ -176,7 +178,8 @@ def sees_padding(model: nn.Module) -> bool:
             generate(model, rows, max_new_tokens=1, ends=())
     alone, padded = (logits.float() for logits in seen)
     allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
-    return bool((padded - alone).norm() > allowed * alone.norm())
+    whole.sees_padding = bool((padded - alone).norm() > allowed * alone.norm())
+    return bool(whole.sees_padding)
 
 
 def continuations(

@@ -9,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationMixin
 
 from shared.commands import ask
+from shared.process.errors import ConfigError
 from shared.text.encoder import Encoder
 from shared.text.forms import Example
 
@@ -66,3 +67,8 @@ def test_flags_that_would_be_ignored_are_refused(asked, flags):
     with pytest.raises(SystemExit) as ended:
         asked[1]("a line", *flags)
     assert ended.value.code == 2
+
+
+def test_a_question_has_to_fit_into_the_context(asked):
+    with pytest.raises(ConfigError, match=r"a question of 3\d\d tokens is longer than the model's context"):
+        asked[1]("x" * 300, "--plain")

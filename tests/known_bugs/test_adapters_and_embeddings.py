@@ -64,8 +64,11 @@ def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
         assert capsys.readouterr().err == f"the adapter of {tmp_path} is trained further\n" + expected
 
 
-def test_an_adapter_ends_where_turns_do_however_it_is_loaded(tmp_path, tiny_model, chat_file, capsys, monkeypatch):
-    """Qwen3#1064 (2025), LLaMA-Factory#7943 (2025): a base model with an adapter never stopped after its turn."""
+def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, chat_file, capsys, monkeypatch):
+    """Qwen3#1064 (2025), LLaMA-Factory#7943 (2025): a base model with an adapter never stopped after its turn.
+
+    Also merged, by the Python of the page, by `ask`, and trained further.
+    """
     shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|pad|>\\n' }}{% endfor %}"
