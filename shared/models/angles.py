@@ -19,9 +19,13 @@ KINDS = ("longrope", "dynamic")
 
 
 def kind_of(model: Any) -> str:
-    """The kind of a model's angles if they depend on a document's length, else ""."""
+    """The kind of a model's angles if they depend on a document's length, else "".
+
+    Positions of several axes are the model's own matter.
+    """
     config = getattr(without_adapters(model), "config", None)  # a model of the user's has none
-    return _kind_in(config and getattr(config.get_text_config(), "rope_parameters", None))
+    settings = config and getattr(config.get_text_config(), "rope_parameters", None)
+    return "" if "mrope_section" in str(settings) else _kind_in(settings)
 
 
 def _kind_in(settings: Any) -> str:
