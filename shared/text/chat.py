@@ -270,7 +270,9 @@ class ToSamples:
         example = read_example(record, form, where)
         for name in unused(record, form, example, template):
             notes.add(f"unused {name}")
-        note_template_options(example, where, notes)
+        for name, value in example.template_options.items():  # of switches and words
+            if name.isidentifier() and str(value).isidentifier():
+                notes.add(f"option {name} = {value!r}", where)
         if mark := re.search("<(?:image|video|audio)>", repr(example)):
             notes.add("marked", f"{where}: {mark[0]}")
         return example
@@ -354,13 +356,6 @@ def open_samples(
             "data, too, word for word"
         )
     return train, validation
-
-
-def note_template_options(example: Example, where: str, notes: Notes) -> None:
-    """Note the variables that a record gives the chat template, if they are switches or words."""
-    for name, value in example.template_options.items():
-        if name.isidentifier() and str(value).isidentifier():
-            notes.add(f"option {name} = {value!r}", where)
 
 
 def _keep_template_options(tokenizer: PreTrainedTokenizerBase, notes: Notes) -> None:
