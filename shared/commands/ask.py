@@ -74,10 +74,11 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+    from shared.data.store import Notes
     from shared.models.checks import context_of
     from shared.models.hub import from_hub
     from shared.models.loading import class_of
-    from shared.models.tokenizers import leading_bos, load_tokenizer
+    from shared.models.tokenizers import load_tokenizer
     from shared.run import launch
     from shared.text.encoder import Encoder
     from shared.text.forms import Example
@@ -119,11 +120,10 @@ def main() -> None:
             )
         else:  # as training has it
             if options.plain or not tokenizer.chat_template:
-                tokens = tokenizer(question, add_special_tokens=False)["input_ids"]
-                prompt = [*leading_bos(tokenizer), *tokens]
+                asked = Example(prompt=question)
             else:
                 asked = Example(turns, template_options=options.chat_template_kwargs)
-                prompt = Encoder(tokenizer, "assistant").prompt(asked, "the question")
+            prompt = Encoder(tokenizer, "assistant").prompt(asked, "the question", Notes())
             rows = torch.tensor([prompt])
             inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
