@@ -9,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationMixin
 
 from shared.commands import ask
+from shared.data.store import Notes
 from shared.process.errors import ConfigError
 from shared.text.encoder import Encoder
 from shared.text.forms import Example
@@ -55,7 +56,7 @@ def test_prompts_are_those_of_training(asked):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a line"}]
     for flags, options in (((), {}), (("--chat_template_kwargs", '{"thinks": true}'), {"thinks": True})):
         prompt = ask_for("a line", "--system", "Be brief.", *flags)
-        assert prompt == Encoder(tokenizer, "assistant").prompt(Example(turns, template_options=options), "here")
+        assert prompt == Encoder(tokenizer, "assistant").prompt(Example(turns, template_options=options), "here", Notes())
         end = "" if options else "<think></think>"
         assert tokenizer.decode(prompt) == f"<system>Be brief.<user>a line2024<assistant>{end}"
 
