@@ -37,23 +37,23 @@ def fetched(url: str) -> Path:
             file or is of a kind that is not read.
         NotNow: it does not answer, after several tries.
     """
-    address = urlsplit(url)
-    if address.scheme not in SCHEMES or not os.path.basename(address.path):
+    scheme, _, path, *_ = urlsplit(url)
+    name = os.path.basename(path)
+    if scheme not in SCHEMES or not name:
         raise ConfigError(
             f"{url}: expected one file, by {', '.join(SCHEMES)}; the Hub is read with "
             "--dataset_name, or a file's https URL"
         )
-    look = _look if url.startswith("http") else _look_at_object
-    download = _download if url.startswith("http") else _download_object
-    version = on_main(lambda: look(url))
+    is_web = scheme.startswith("http")
+    version = on_main(lambda: (_look if is_web else _look_at_object)(url))
     is_signed = masked(url) != url  # each time anew
     place = masked(url.partition("?")[0]) if is_signed else url
     key = prepared.fingerprint(remote=[place, *version])
-    name = f"copy-{os.path.basename(address.path)}"  # readers look at its end
+    name = f"copy-{name}"  # readers look at its end
 
     def build(folder: Path) -> None:
         print_main(f"fetching {label(url)}: {version[0]:,} bytes")
-        download(url, version, folder / name)
+        (_download if is_web else _download_object)(url, version, folder / name)
 
     return prepared.build_once(cache_dir() / "remote" / key, build) / name
 
