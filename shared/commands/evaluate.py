@@ -30,8 +30,12 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
 
-# What says how a new model or adapter is made, how long it trains, and where it is put.
+SOURCES = ("train_file", "train_dir", "dataset_name")
+# What says how a new model or adapter is made, what it trains on, how long, and where it is put.
 DROPPED = {
+    *SOURCES,
+    *("dataset_config_name", "train_split_name", "mix_weights", "streaming", "shuffle_window"),
+    *("global_batch_size", "per_device_train_batch_size"),
     "config_name",
     "config_overrides",
     "num_train_epochs",
@@ -42,13 +46,6 @@ DROPPED = {
     "validation_dir",
     "validation_split_name",
     "allow_changed",
-}
-SOURCES = ("train_file", "train_dir", "dataset_name")
-# What was trained on: it may be gone.
-OF_TRAINING = {
-    *SOURCES,
-    *("dataset_config_name", "train_split_name", "mix_weights"),
-    *("streaming", "shuffle_window", "global_batch_size", "per_device_train_batch_size"),
 }
 PIXEL = b"P6 1 1 255\n\0\0\0"  # an image
 KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
@@ -76,7 +73,7 @@ def settings(run: Path, weights: Path, data: dict[str, str], folder: Path) -> di
     of_adapters = (
         set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     )
-    kept = {k: v for k, v in given.items() if k not in DROPPED | of_adapters | OF_TRAINING}
+    kept = {k: v for k, v in given.items() if k not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given} | data
     if "problem_type" in given:
         kept |= _classes(weights, given, folder)

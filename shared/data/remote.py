@@ -73,9 +73,8 @@ def read_once(url: str, most: int) -> bytes:
                 content += block
                 if len(content) > most:
                     raise ConfigError(f"{url}: it has more than {most:,} bytes")
-            size = _size_of(response)
-            if size.isdecimal() and len(content) != int(size):
-                raise _ended(len(content), int(size))
+            if len(content) < _size_of(response):
+                raise _ended(len(content), _size_of(response))
             return content
 
     return _tried(url, read)
@@ -93,19 +92,19 @@ def _look(url: str) -> Version:
 
 
 def _version_of(url: str, response: Any) -> Version:
-    headers = response.headers
     size = _size_of(response)
-    tag = headers.get("ETag") or headers.get("Last-Modified")
-    if tag is None or not size.isdecimal():
+    tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
+    if tag is None or size < 0:
         unseen = "the server gives no size, or no ETag and no time, so a change could not be seen"
         raise ConfigError(f"{url}: {unseen}: download it")
-    return int(size), tag
+    return size, tag
 
 
-def _size_of(response: Any) -> str:
-    """The bytes of the whole file, as the server says; no number if it does not know them."""
+def _size_of(response: Any) -> int:
+    """The bytes of the whole file, as the server says; -1 if it does not know them."""
     headers = response.headers
-    return headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    size = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    return int(size) if size.isdecimal() else -1
 
 
 def _ended(sent: int, size: int) -> ConnectionError:
