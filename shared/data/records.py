@@ -5,7 +5,6 @@ knows its place.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -149,7 +148,7 @@ def kind(value: Any) -> str:
     """A value's type, for a message."""
     if value is None or value == "":
         return "null" if value is None else "empty"
-    if isinstance(value, float) and math.isnan(value):
+    if repr(value) == "nan":
         return "NaN"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"

@@ -119,7 +119,7 @@ def prepare(config: ImageConfig) -> LabelledData:
         )
 
     train = images([part.train for part in parts])
-    # all sources have the same, but those that are apart
+    # without a data set, each source has them all
     chosen = parts[:1] if is_shared and not is_apart else parts
     validation = images([part.validation for part in chosen])
     name = ", ".join(label(sources.name_of(source)) for source in configs.values())
