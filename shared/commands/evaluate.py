@@ -30,11 +30,10 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
 
-SOURCES = ("train_file", "train_dir", "dataset_name")
 # What says how a new model or adapter is made, what it trains on, how long, and where it is put.
 DROPPED = {
-    *SOURCES,
-    *("dataset_config_name", "train_split_name", "mix_weights", "streaming", "shuffle_window"),
+    *("train_file", "train_dir", "dataset_name", "dataset_config_name", "train_split_name"),
+    *("mix_weights", "streaming", "shuffle_window"),
     *("global_batch_size", "per_device_train_batch_size"),
     "config_name",
     "config_overrides",
@@ -68,8 +67,6 @@ def settings(run: Path, weights: Path, data: dict[str, str], folder: Path) -> di
         folder: what classifiers need in place of the training data is written into it.
     """
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    if not any(given.get(source) for source in SOURCES):
-        raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
     of_adapters = (
         set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     )

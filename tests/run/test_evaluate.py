@@ -13,7 +13,7 @@ from transformers import BertConfig
 
 from shared.commands.evaluate import evaluate, settings, titles
 from shared.models.tokenizers import load_tokenizer
-from shared.process.errors import CleanExit, ConfigError
+from shared.process.errors import CleanExit
 from shared.text.labelled import open_texts
 from shared.text.options import LabelledTextConfig
 from tests.conftest import ACCELERATE, ROOT, Run, run, run_here, slow
@@ -49,10 +49,11 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
     assert len(answered) == 5 and not list(tmp_path.glob("*/evaluations/*/*/final"))
 
 
-def test_a_demo_has_no_settings_for_other_data(tmp_path):
-    (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
-    with pytest.raises(ConfigError, match="trained on the demo's data"):
-        settings(tmp_path, tmp_path / "final", {"validation_file": "test.jsonl"}, tmp_path)
+def test_a_run_on_the_demo_is_evaluated_on_other_data(tmp_path):
+    (tmp_path / "config.yaml").write_text("train_file: []\nmax_steps: 9\nlearning_rate: 0.1\n")
+    given = settings(tmp_path, tmp_path / "base", {"validation_file": "x", "eval_answers": "2"}, tmp_path)
+    files = {"train_file": "x", "validation_file": "x"}
+    assert given == files | {"eval_answers": "2", "max_steps": 0, "learning_rate": 0.1}
 
 
 @pytest.mark.parametrize("template", ["lora_finetune", slow("text_classification")])
