@@ -99,8 +99,7 @@ def _classes(final: Path, given: dict[str, Any], folder: Path) -> dict[str, Any]
     kind = kind.removesuffix("_classification")
     sample: dict[str, Any] = {given.get("image_column") or "image": PIXEL}
     if "text_column" in given:
-        names = (given[f"{text}_column"] or "text" for text in ("text", "text_pair"))
-        sample = dict.fromkeys(names, "-")
+        sample = {given["text_column"] or "text": "-", given["text_pair_column"] or "text": "-"}
     label = given["label_column"] or "label"
     classes = [*config.id2label.values()]
     samples = [
@@ -142,16 +141,11 @@ def evaluate(
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
     shutil.rmtree(whole, ignore_errors=True)
     folder.rename(whole)
-    rows = [
-        row
-        for row in read_json_lines(whole / "metrics.jsonl")
-        if any(key.startswith("eval_") for key in row)
-    ]
-    return {
-        key.removeprefix("eval_"): value
-        for key, value in rows[-1].items()
-        if key.startswith("eval_")
-    }
+    values: dict[str, float] = {}
+    for row in read_json_lines(whole / "metrics.jsonl"):
+        of_row = {k.removeprefix("eval_"): v for k, v in row.items() if k.startswith("eval_")}
+        values = of_row or values
+    return values
 
 
 def titles(runs: list[Path]) -> dict[str, Path]:
