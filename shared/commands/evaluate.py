@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from shared.data.files import matching
@@ -28,8 +30,11 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
 
-# What says how a new model or adapter is made, how long it trains, and where it is put.
+# What says how a new model or adapter is made, what it trains on, how long, and where it is put.
 DROPPED = {
+    *("train_file", "train_dir", "dataset_name", "dataset_config_name", "train_split_name"),
+    *("mix_weights", "streaming", "shuffle_window"),
+    *("global_batch_size", "per_device_train_batch_size"),
     "config_name",
     "config_overrides",
     "num_train_epochs",
@@ -41,12 +46,7 @@ DROPPED = {
     "validation_split_name",
     "allow_changed",
 }
-SOURCES = ("train_file", "train_dir", "dataset_name")
-# What was trained on, for which your data stand in where no classes are made of it: it may be gone.
-OF_TRAINING = {
-    *("dataset_name", "dataset_config_name", "train_split_name", "mix_weights"),
-    *("streaming", "shuffle_window", "global_batch_size", "per_device_train_batch_size"),
-}
+PIXEL = b"P6 1 1 255\n\0\0\0"  # an image
 KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
 ONLY = {
     "max_steps": 0,
@@ -58,23 +58,23 @@ ONLY = {
 }
 
 
-def settings(run: Path, weights: Path, data: dict[str, str]) -> dict[str, Any]:
+def settings(run: Path, weights: Path, data: dict[str, str], folder: Path) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or
     base (no folder).
 
     Args:
         data: flags, first the one that names the data.
+        folder: what classifiers need in place of the training data is written into it.
     """
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    if not any(given.get(source) for source in SOURCES):
-        raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
     of_adapters = (
         set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     )
-    replaced = set() if "problem_type" in given else OF_TRAINING
-    kept = {k: v for k, v in given.items() if k not in DROPPED | of_adapters | replaced}
+    kept = {k: v for k, v in given.items() if k not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given} | data
-    if replaced:
+    if "problem_type" in given:
+        kept |= _classes(weights, given, folder)
+    else:
         kept["train_file"] = next(iter(data.values()))
     if weights.name == "base":  # a new adapter changes nothing yet
         return kept
@@ -84,6 +84,31 @@ def settings(run: Path, weights: Path, data: dict[str, str]) -> dict[str, Any]:
         else "model_name_or_path"
     )
     return kept | {name: str(weights)}
+
+
+def _classes(final: Path, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Flags of a classifier for data to train on that have its classes: some samples of each.
+
+    Args:
+        given: settings of the run.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(final)
+    kind = config.problem_type or given["problem_type"] or "single_label"
+    kind = kind.removesuffix("_classification")
+    sample: dict[str, Any] = {given.get("image_column") or "image": PIXEL}
+    if "text_column" in given:
+        sample = {given["text_column"] or "text": "-", given["text_pair_column"] or "text": "-"}
+    label = given["label_column"] or "label"
+    classes = [*config.id2label.values()]
+    samples = [
+        sample | {label: {"regression": 0.5, "multi_label": [name]}.get(kind, name)}
+        for name in classes * (1 + 64 // len(classes))  # a batch, on any number of ranks
+    ]
+    (folder / "classes").mkdir()
+    pq.write_table(pa.Table.from_pylist(samples), folder / "classes" / "train.parquet")
+    return {"dataset_name": [str(folder / "classes")], "problem_type": kind}
 
 
 def evaluate(
@@ -96,7 +121,7 @@ def evaluate(
     # of one that failed: a run that is finished would not start again
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    flags = settings(run, weights, data) | {"output_dir": str(folder)}
+    flags = settings(run, weights, data, folder) | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     done = subprocess.run(
@@ -111,21 +136,26 @@ def evaluate(
         if cause is None:  # probably a traceback
             print(done.stderr[-4000:], file=sys.stderr)
         raise CleanExit(cause[1] if cause else "the template ended with an error")
-    for copy in ("final", "adapter"):  # of the weights, since a run ends with it
+    for copy in ("final", "adapter", "classes"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
     shutil.rmtree(whole, ignore_errors=True)
     folder.rename(whole)
-    rows = [
-        row
-        for row in read_json_lines(whole / "metrics.jsonl")
-        if any(key.startswith("eval_") for key in row)
-    ]
-    return {
-        key.removeprefix("eval_"): value
-        for key, value in rows[-1].items()
-        if key.startswith("eval_")
-    }
+    values: dict[str, float] = {}
+    for row in read_json_lines(whole / "metrics.jsonl"):
+        of_row = {k.removeprefix("eval_"): v for k, v in row.items() if k.startswith("eval_")}
+        values = of_row or values
+    return values
+
+
+def titles(runs: list[Path]) -> dict[str, Path]:
+    """The runs beside base, final and merged, by their folders' names, or by their whole paths
+    where these do not tell all apart.
+    """
+    names = [run.resolve().name for run in runs]
+    if len({*names, "base", "final", "merged"}) < len(names) + 3:
+        names = [str(run.resolve()) for run in runs]
+    return dict(zip(names, runs, strict=True))
 
 
 def main() -> None:
@@ -163,11 +193,10 @@ def main() -> None:
     data = {"validation_file" if options.test_file else "validation_dir": str(test)}
     if options.eval_answers:
         data["eval_answers"] = options.eval_answers
-    places = [(options.run, name) for name in ("final", "merged") if (options.run / name).is_dir()]
-    places = [(options.run, "base")] * (options.run / "final/adapter_config.json").exists() + places
-    measured = {name: (run, name) for run, name in places}
-    beside = [*dict.fromkeys(run.resolve() for run in options.beside)]
-    measured |= {title: (run, "final") for title, run in zip(titles(beside), beside, strict=True)}
+    places = [name for name in ("final", "merged") if (options.run / name).is_dir()]
+    places = ["base"] * (options.run / "final/adapter_config.json").exists() + places
+    measured = {name: (options.run, name) for name in places}
+    measured |= {title: (run, "final") for title, run in titles(options.beside).items()}
     found = {}
     for title, (run, name) in measured.items():
         folder = run.resolve()
@@ -181,17 +210,3 @@ def main() -> None:
         row = (f"{values.get(name, math.nan):>{column}.4f}" for values in found.values())
         print(f"{name:>{wide}}" + "".join(row))
     print(f"more in {options.run}/evaluations/{about}", file=sys.stderr)
-
-
-def titles(runs: list[Path]) -> list[str]:
-    """A name for each run beside base, final and merged: as much of its path as tells them apart.
-
-    Args:
-        runs: different ones, absolute.
-    """
-    names: list[str] = ["base"]
-    parts = 0
-    while len({*names, "base", "final", "merged"}) < len(names) + 3:
-        parts += 1
-        names = ["/".join(run.parts[-parts:]) for run in runs]
-    return names

@@ -57,6 +57,8 @@ class DataConfig:
             )
         if self.mix_weights and len(self.sources()) < len(named):
             raise ConfigError(f"--{source} names one twice: give it once, with a larger weight")
+        if any(map(is_url, self.dataset_name)):  # `datasets` would not tell of a change
+            raise ConfigError("--dataset_name takes a name on the Hub or a folder, not a URL")
         for flag in ("train_file", "validation_file"):
             for name in getattr(self, flag):
                 if not is_url(name):

@@ -5,13 +5,13 @@ knows its place.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -80,9 +80,6 @@ def open_sources(
     """
     if config.is_demo:
         return demo, None
-    hub = partial(_hub_source, config, streaming=streaming)
-    if config.dataset_name and (other := config.validation_split_name):
-        return hub(config.train_split_name), hub(other)
     # every rank takes part in fetching
     named, held_out = (
         [fetched(name) if is_url(name) else name for name in names]
@@ -101,10 +98,11 @@ def open_sources(
         name = label(names[0]) if len(names) == 1 else f"{len(names)} files"
         return Source(name, identity, read, read)
 
-    validation = source(1, config.validation_file) if held_out else None
-    if config.dataset_name:
-        return hub(config.train_split_name), validation
-    return source(0, config.train_file), validation
+    hub = partial(_hub_source, config, streaming=streaming)
+    train = hub(config.train_split_name) if config.dataset_name else source(0, config.train_file)
+    if split := config.validation_split_name:
+        return train, hub(split)
+    return train, source(1, config.validation_file) if held_out else None
 
 
 def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
@@ -150,7 +148,7 @@ def kind(value: Any) -> str:
     """A value's type, for a message."""
     if value is None or value == "":
         return "null" if value is None else "empty"
-    if isinstance(value, float) and math.isnan(value):
+    if repr(value) == "nan":
         return "NaN"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
@@ -246,12 +244,8 @@ def _read_text(path: Path) -> Records:
 
 def _line_of_bad_bytes(path: Path) -> int:
     with open_bytes(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    return 1
+        good = takewhile(lambda line: line.decode(errors="replace").encode() == line, file)
+        return 1 + sum(1 for _ in good)
 
 
 def _json_of(path: Path, text: str, line: int = 1) -> Any:

@@ -37,23 +37,23 @@ def fetched(url: str) -> Path:
             file or is of a kind that is not read.
         NotNow: it does not answer, after several tries.
     """
-    address = urlsplit(url)
-    if address.scheme not in SCHEMES or not os.path.basename(address.path):
+    scheme, _, path, *_ = urlsplit(url)
+    name = os.path.basename(path)
+    if scheme not in SCHEMES or not name:
         raise ConfigError(
             f"{url}: expected one file, by {', '.join(SCHEMES)}; the Hub is read with "
             "--dataset_name, or a file's https URL"
         )
-    look = _look if url.startswith("http") else _look_at_object
-    download = _download if url.startswith("http") else _download_object
-    version = on_main(lambda: look(url))
+    is_web = scheme.startswith("http")
+    version = on_main(lambda: (_look if is_web else _look_at_object)(url))
     is_signed = masked(url) != url  # each time anew
     place = masked(url.partition("?")[0]) if is_signed else url
     key = prepared.fingerprint(remote=[place, *version])
-    name = f"copy-{os.path.basename(address.path)}"  # readers look at its end
+    name = f"copy-{name}"  # readers look at its end
 
     def build(folder: Path) -> None:
         print_main(f"fetching {label(url)}: {version[0]:,} bytes")
-        download(url, version, folder / name)
+        (_download if is_web else _download_object)(url, version, folder / name)
 
     return prepared.build_once(cache_dir() / "remote" / key, build) / name
 
@@ -73,9 +73,8 @@ def read_once(url: str, most: int) -> bytes:
                 content += block
                 if len(content) > most:
                     raise ConfigError(f"{url}: it has more than {most:,} bytes")
-            size = _size_of(response)
-            if size.isdecimal() and len(content) != int(size):
-                raise _ended(len(content), int(size))
+            if len(content) < _size_of(response):
+                raise _ended(len(content), _size_of(response))
             return content
 
     return _tried(url, read)
@@ -93,19 +92,19 @@ def _look(url: str) -> Version:
 
 
 def _version_of(url: str, response: Any) -> Version:
-    headers = response.headers
     size = _size_of(response)
-    tag = headers.get("ETag") or headers.get("Last-Modified")
-    if tag is None or not size.isdecimal():
+    tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
+    if tag is None or size < 0:
         unseen = "the server gives no size, or no ETag and no time, so a change could not be seen"
         raise ConfigError(f"{url}: {unseen}: download it")
-    return int(size), tag
+    return size, tag
 
 
-def _size_of(response: Any) -> str:
-    """The bytes of the whole file, as the server says; no number if it does not know them."""
+def _size_of(response: Any) -> int:
+    """The bytes of the whole file, as the server says; -1 if it does not know them."""
     headers = response.headers
-    return headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    size = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    return int(size) if size.isdecimal() else -1
 
 
 def _ended(sent: int, size: int) -> ConnectionError:

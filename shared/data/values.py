@@ -67,5 +67,5 @@ def _plain(value: Any, arrow_type: Any) -> Any:
         held = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
         return {key: _plain(entry, types.get(key)) for key, entry in held.items()}
     if isinstance(value, Decimal):
-        return float(value) if value % 1 else int(value)
+        return int(value) if value == int(value) else float(value)
     return value if isinstance(value, str | float | int | bytes | list | None) else str(value)

@@ -119,11 +119,9 @@ def prepare(config: ImageConfig) -> LabelledData:
         )
 
     train = images([part.train for part in parts])
-    chosen = [part.validation for part in parts]
-    if is_shared:
-        none = [numbers[:0] for numbers in chosen[:-1]]
-        chosen = [*none, chosen[-1]] if is_apart else chosen[:1]
-    validation = images(chosen)
+    # without a data set, each source has them all
+    chosen = parts[:1] if is_shared and not is_apart else parts
+    validation = images([part.validation for part in chosen])
     name = ", ".join(label(sources.name_of(source)) for source in configs.values())
     train.labels.require_trained(name, "image")
     if not validation.labels.counts().any():
@@ -145,10 +143,15 @@ class _Part(NamedTuple):
 
 def _to_validate(config: ImageConfig) -> _Part:
     """The images to validate on that are named beside a data set."""
-    changes: dict[str, Any] = {"dataset_name": (), "mix_weights": (), "validation_dir": None}
-    changes["train_dir"] = (config.validation_dir,) if config.validation_dir else ()
-    changes |= {"train_file": config.validation_file, "validation_file": ()}
-    part = _prepare(replace(config, **changes), whole=True)
+    files = ImageConfig(
+        train_dir=(config.validation_dir,) if config.validation_dir else (),
+        train_file=config.validation_file,
+        image_column=config.image_column,
+        label_column=config.label_column,
+        problem_type=config.problem_type,
+        skip_bad_images=config.skip_bad_images,
+    )
+    part = _prepare(files, whole=True)
     about = f"validation: {part.about}"
     return part._replace(train=part.validation, validation=part.train, about=about)
 

@@ -293,9 +293,9 @@ class Checkpointer:
         state = TrainState(**manifest["state"])
         self._load(folder, manifest)
         origin = manifest.get("folder", self.facts["folder"])
-        if state.tracker_run_id and origin != self.facts["folder"]:  # a copy of another run's
+        if state.tracker_run_id and origin != self.facts["folder"]:  # copied, moved or another's
             state.tracker_run_id = ""
-            print_main(f"{folder.name} is a copy, saved in {origin}: the tracker gets another run")
+            print_main(f"{folder.name} was saved in {origin}: the tracker gets another run")
         if folder.parent != self.run_dir:  # of another run: drop its scores, too
             state.tracker_run_id = ""
             state.interval = []

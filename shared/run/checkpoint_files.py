@@ -101,15 +101,14 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     Args:
         manifest: facts about the run, its state, and of all files checksum and size.
     """
-    manifest = json.loads(json.dumps({"format": FORMAT} | manifest))
-    (folder / MANIFEST).write_text(
-        json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1)
-    )
+    manifest = {"format": FORMAT} | manifest
+    manifest["sha256"] = _digest_of(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     faults.point("save.manifest")
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def require_compatible(

@@ -72,7 +72,7 @@ def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
         written[rank][name] = piece
         load[rank] += piece.bytes
         missing[name] -= math.prod(piece.sizes)
-    if wrong := [name for name, values in missing.items() if values]:
+    if wrong := [*filter(missing.get, missing)]:
         raise ValueError(f"{wrong[0]}: the ranks' pieces do not make the whole of it")
     return written
 

@@ -64,11 +64,11 @@ class Tracker:
         # TensorBoard then does not show what a killed run wrote after its checkpoint
         purge = self.state.step + (self.state.step > 0)
         folder = shlex.quote(str(self.run_dir))
-        if purge and self.name != "tensorboard":
-            print_main(f"{self.name}: what follows step {self.state.step} is logged as another run")
         if self.name == "tensorboard":
             print_main(f"TensorBoard: tensorboard --logdir {folder}")
-        elif self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+        elif purge:
+            print_main(f"{self.name}: what follows step {self.state.step} is logged as another run")
+        if self.name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             # else it would be in the current folder
             os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{self.run_dir}/mlflow.db"
             print_main(f"MLflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow.db")

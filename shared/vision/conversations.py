@@ -35,8 +35,8 @@ class ImageEncoder(Encoder):
 
     Attributes:
         sizes: width and height of each image of the next conversation, in pixels. Whoever calls
-            this sets them before, in place: a text with IMAGE does not say them. Those that the
-            call leaves are of the images in its tokens, the first ones.
+            this sets them before, in place: a text with IMAGE does not say them. The call removes
+            those of images that it leaves out, the last ones.
         where: its file and line, for errors.
     """
 
@@ -62,8 +62,8 @@ class ImageEncoder(Encoder):
         return ids, learned & ~np.isin(ids, [*self.processor.ids, *borders])
 
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
-        """As of `Encoder`, without the turns after the last learned one if they have images: a
-        prompt or a cut sample has not, and a model may divide an image otherwise beside others.
+        """Like `Encoder`, but images after the last learned turn are left out, with all turns after
+        it. A prompt does not have them, and beside others, some models divide an image differently.
         """
         messages = example.messages or []
         wanted = self._wanted(messages)

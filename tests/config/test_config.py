@@ -440,6 +440,7 @@ SIGNED = "https://h/a.jsonl?X-Amz-Signature=0123456789abcdef"
         (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file or --dataset_name"),
+        (DataConfig, {"dataset_name": ("hf://datasets/org/name",)}, "--dataset_name takes a name on the Hub or a folder"),
         (DataConfig, {"dataset_config_name": "en"}, "--dataset_config_name needs --dataset_name"),
         (DataConfig, {"train_split_name": "test"}, "--train_split_name needs --dataset_name"),
         (ImageConfig, {"validation_split_name": "test"}, "--validation_split_name needs --dataset_name"),

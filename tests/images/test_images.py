@@ -852,7 +852,7 @@ def test_files_to_validate_on_beside_a_data_set(tmp_path, table, mixed):
     for number in range(3):
         paint(tmp_path / "test" / "dog" / f"{number}.png", number, number, (20, 20))
     (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"test/dog/{n}.png,dog\n" for n in range(3)))
-    weights = {"mix_weights": (1.0, 1.0)} if mixed else {}
+    weights = {"mix_weights": (1.0, 1.0)} if mixed else {"dataset_config_name": "default"}
     for other in ({"validation_dir": tmp_path / "test"}, {"validation_file": (str(tmp_path / "list.csv"),)}):
         data = prepare(ImageConfig(dataset_name=names, **other, **weights))
         assert data.classes == ("cat", "dog") and len(data.train) == 4 + 4 * mixed

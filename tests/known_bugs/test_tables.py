@@ -76,6 +76,7 @@ def test_typed_values_of_parquet_are_those_that_json_lines_hold(tmp_path):
         "empty": pa.array([[]], pa.list_(call)),
         "when": pa.array([{"day": date(2026, 11, 29), "sum": Decimal("1.50")}]),
         "label": pa.array([Decimal("2.00")]),
+        "large": pa.array([Decimal("9" * 38)]),
         "numbers": pa.array([[1, 2]]),
         "bytes": pa.array([b"PNG"]),
     }
@@ -88,6 +89,7 @@ def test_typed_values_of_parquet_are_those_that_json_lines_hold(tmp_path):
             "empty": [],
             "when": {"day": "2026-11-29", "sum": 1.5},
             "label": 2,
+            "large": int("9" * 38),
             "numbers": [1, 2],
             "bytes": b"PNG",
         }

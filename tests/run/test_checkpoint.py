@@ -310,7 +310,7 @@ def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tra
     for name in ("whole", "part"):
         state = make(tmp_path / name)[2].resume()
         assert (state.tracker_run_id, state.best_step) == ("", 1)
-        assert f"is a copy, saved in {tmp_path}/one: the tracker gets another run" in capsys.readouterr().err
+        assert f"was saved in {tmp_path}/one: the tracker gets another run" in capsys.readouterr().err
     assert make(tmp_path / "one")[2].resume().tracker_run_id == "abc"
 
 

@@ -4,13 +4,18 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import BertConfig
 
 from shared.commands.evaluate import evaluate, settings, titles
-from shared.process.errors import CleanExit, ConfigError
+from shared.models.tokenizers import load_tokenizer
+from shared.process.errors import CleanExit
+from shared.text.labelled import open_texts
+from shared.text.options import LabelledTextConfig
 from tests.conftest import ACCELERATE, ROOT, Run, run, run_here, slow
 
 
@@ -44,15 +49,16 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
     assert len(answered) == 5 and not list(tmp_path.glob("*/evaluations/*/*/final"))
 
 
-def test_a_demo_has_no_settings_for_other_data(tmp_path):
-    (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
-    with pytest.raises(ConfigError, match="trained on the demo's data"):
-        settings(tmp_path, tmp_path / "final", {"validation_file": "test.jsonl"})
+def test_a_run_on_the_demo_is_evaluated_on_other_data(tmp_path):
+    (tmp_path / "config.yaml").write_text("train_file: []\nmax_steps: 9\nlearning_rate: 0.1\n")
+    given = settings(tmp_path, tmp_path / "base", {"validation_file": "x", "eval_answers": "2"}, tmp_path)
+    files = {"train_file": "x", "validation_file": "x"}
+    assert given == files | {"eval_answers": "2", "max_steps": 0, "learning_rate": 0.1}
 
 
 @pytest.mark.parametrize("template", ["lora_finetune", slow("text_classification")])
 def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_path):
-    """Also if it has fewer samples than a batch, and the data set is gone. Classes are made of it, so there it stays."""
+    """Also if it has fewer samples than a batch, or classes, and the data set is gone."""
     rows = [{"text": f"sample {number} of some", "label": "ab"[number % 2]} for number in range(16)]
     data, test = tmp_path / "data" / "train.jsonl", tmp_path / "test.jsonl"
     data.parent.mkdir()
@@ -62,13 +68,39 @@ def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_pa
     flags = (*flags, "--max_steps", 1, "--seq_length", 32, "--lora_r", 4)
     more = ("--allow_unused_columns", "label") if template == "lora_finetune" else ()
     run_here(template, *flags, *more, "--output_dir", tmp_path / "run")
-    if template == "lora_finetune":
-        shutil.rmtree(data.parent)
-    given = settings(tmp_path / "run", tmp_path / "run/final", {"validation_file": str(test)})
+    shutil.rmtree(data.parent)
+    given = settings(tmp_path / "run", tmp_path / "run/final", {"validation_file": str(test)}, tmp_path)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(given))
     run_here(template, "--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "again")
     (row,) = [row for row in Run(tmp_path / "again", 0, "").rows if "eval_loss" in row]
     assert row["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "raw"),
+    [
+        ("single_label", "b|c a", "b|c"),
+        ("single_label", "LABEL_0 LABEL_1", "LABEL_1"),
+        ("multi_label", "b a", ["a", "b"]),
+        ("regression", "LABEL_0", 2),
+    ],
+)
+def test_classes_are_those_of_the_model(tiny_model, tmp_path, kind, names, raw):
+    """Not those of the test file alone, whose labels may look like another kind."""
+    config = {"problem_type": f"{kind}_classification".replace("regression_classification", "regression")}
+    config["id2label"] = dict(enumerate(names.split()))
+    BertConfig(**config).save_pretrained(tmp_path / "final")
+    of_texts = {"train_file": ["gone.csv"], "problem_type": None}
+    of_texts |= {"text_column": None, "text_pair_column": "other", "label_column": "kind"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(of_texts))
+    test = tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"text": "some", "other": "x", "kind": raw}) + "\n")
+    given = settings(tmp_path, tmp_path / "final", {"validation_file": [str(test)]}, tmp_path)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    del options["model_name_or_path"]
+    data = open_texts(LabelledTextConfig(**options), load_tokenizer(str(tiny_model)))
+    assert (data.problem_type, sorted(data.classes)) == (kind, sorted(names.split()))
+    assert len(data.validation) == 1 and len(data.train) >= 64
 
 
 @pytest.mark.parametrize(("said", "message"), [("error: no labels", "no labels"), ("KeyError: 1", "ended with an error")])
@@ -81,18 +113,19 @@ def test_a_template_that_fails_is_a_line_and_what_it_said(tmp_path, capsys, said
 
 
 def test_each_run_has_a_column_of_its_own():
-    def names(*runs):
-        return titles([Path("/x", run) for run in runs])
-
-    assert names("chat", "other") == ["chat", "other"] and names() == []
-    assert names("seed1/chat", "seed2/chat") == ["seed1/chat", "seed2/chat"]
-    assert names("old/base") == ["old/base"] and names("a/b/final", "c/b/final") == ["a/b/final", "c/b/final"]
+    for names in ([], ["chat", "other"], ["/x/seed1/chat", "/x/seed2/chat"], ["/x/old/base"], ["/x/b/final", "/x/c/final"]):
+        runs = [Path("/x", name) for name in names]
+        assert titles(runs) == dict(zip(names, runs, strict=True))
+    assert titles([Path("/x/a"), Path("/x/b/../a")]).keys() == {"/x/a"}
 
 
 @pytest.mark.slow
 def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_path):
-    flags = ("--train_dir", image_folder, "--image_size", 16, "--max_steps", 3, "--global_batch_size", 16)
+    """And lists and tar files, without its training data."""
+    images = shutil.copytree(image_folder, tmp_path / "images")
+    flags = ("--train_dir", images, "--image_size", 16, "--max_steps", 3, "--global_batch_size", 16)
     ended = run("image_classification", tmp_path / "run", *flags)
+    shutil.move(images, tmp_path / "moved")
     again = evaluated(ended.folder, "--test_dir", image_folder / "val", "image_classification")
     assert again["accuracy"] == pytest.approx([ended.last("eval_accuracy")], abs=1e-4)
     assert (ended.folder / "evaluations/val/final/evaluation.json").exists()
@@ -100,3 +133,6 @@ def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_p
     lines = [f"{file.parent.name},{file}" for file in files]
     (tmp_path / "list.csv").write_text("\n".join(["label,path", *lines]))
     assert evaluated(ended.folder, "--test_file", tmp_path / "list.csv", "image_classification") == again
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        tar.add(image_folder / "val", "val")
+    assert evaluated(ended.folder, "--test_file", tmp_path / "all.tar", "image_classification") == again
