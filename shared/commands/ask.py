@@ -55,8 +55,6 @@ def main() -> None:
     options = parser.parse_args()
     if not isinstance(options.chat_template_kwargs, dict):
         parser.error("--chat_template_kwargs takes an object, such as '{\"name\": 1}'")
-    if (options.image or options.system) and options.plain:
-        parser.error("--image and --system need the chat template: drop --plain")
     folder = next(
         (
             place
@@ -74,16 +72,24 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
+    from shared.data.store import Notes
     from shared.models.checks import context_of
     from shared.models.hub import from_hub
     from shared.models.loading import class_of
-    from shared.models.tokenizers import leading_bos, load_tokenizer
+    from shared.models.tokenizers import load_tokenizer
     from shared.run import launch
     from shared.text.encoder import Encoder
     from shared.text.forms import Example
 
     launch.quieten_libraries()
     tokenizer = load_tokenizer(folder)
+    is_plain = options.plain or not tokenizer.chat_template
+    if is_plain and (options.image or options.system or options.chat_template_kwargs):
+        parser.error(
+            "--image, --system and --chat_template_kwargs need a chat template: drop --plain, or "
+            "these, if the model has none"
+        )
+    encoder = Encoder(tokenizer, "assistant")
     adapter = folder / "adapter_config.json"
     name = str(folder)
     if adapter.exists():
@@ -118,12 +124,10 @@ def main() -> None:
                 **options.chat_template_kwargs,
             )
         else:  # as training has it
-            if options.plain or not tokenizer.chat_template:
-                tokens = tokenizer(question, add_special_tokens=False)["input_ids"]
-                prompt = [*leading_bos(tokenizer), *tokens]
-            else:
-                asked = Example(turns, template_options=options.chat_template_kwargs)
-                prompt = Encoder(tokenizer, "assistant").prompt(asked, "the question")
+            asked = Example(turns, template_options=options.chat_template_kwargs)
+            if is_plain:
+                asked = Example(prompt=question)
+            prompt = encoder.prompt(asked, "the question", Notes())
             rows = torch.tensor([prompt])
             inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
