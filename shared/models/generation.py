@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -178,7 +179,9 @@ def sees_padding(model: nn.Module) -> bool:
             generate(model, rows, max_new_tokens=1, ends=())
     alone, padded = (logits.float() for logits in seen)
     allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
-    whole.sees_padding = bool((padded - alone).norm() > allowed * alone.norm())
+    differs = bool((padded - alone).norm() > allowed * alone.norm())
+    # ranks whose rounding differs would make different numbers of batches
+    whole.sees_padding = any(gather_object([differs]))
     return bool(whole.sees_padding)
 
 
