@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from statistics import fmean
 from textwrap import fill
 from typing import Any
@@ -42,15 +43,13 @@ def batches(
     Args:
         lengths: tokens of each row.
         per_device: rows of a batch, at most.
-        mixed: rows of more tokens share a batch with rows of the same length alone.
+        mixed: longer rows share a batch only with rows of the same length.
     """
     of_ranks = math.ceil(len(lengths) / share.world_size)
     count = math.ceil(of_ranks / per_device)
     rows = math.ceil(of_ranks / count)
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    tokens = np.asarray(lengths)[order]
-    other = 1 + np.flatnonzero((np.diff(tokens) != 0) & (tokens[:-1] > mixed))
-    groups = np.split(order, other)
+    groups = [[*group] for _, group in groupby(order, lambda row: max(lengths[row], mixed))]
     parts = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
     filled = np.full((math.ceil(len(parts) / share.world_size), share.world_size, rows), -1)
     for row, part in zip(filled.reshape(-1, rows), parts, strict=False):
@@ -69,7 +68,7 @@ def batches_to_answer(
     what they leave of the model's context. Every rank calls this, with all prompts.
     """
     whole = without_adapters(model)
-    most = (context_of(whole) or sys.maxsize) + 1
+    most = context_of(whole) + 1
     text = whole.config.get_text_config()
     if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales by places in the row
         most = min(most, text.floor_scale)
@@ -204,7 +203,7 @@ def log_answers(
             f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}, and "
             "are scored as they are: raise it if that is too short"
         )
-    context = context_of(without_adapters(model)) or sys.maxsize
+    context = context_of(without_adapters(model))
     if short := sum(len(ids) + config.max_new_tokens > context + 1 for ids in prompts):
         lost = sum(len(ids) > context for ids in prompts)
         print_main(

@@ -10,7 +10,6 @@ Each question stands alone. For a conversation: docs/after_training.md.
 import argparse
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def main() -> None:
             inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         length = inputs["input_ids"].shape[1]
-        room = (context_of(model) or sys.maxsize) + 1 - length  # the last token is not read again
+        room = context_of(model) + 1 - length  # the last token is not read again
         if room < 1:
             raise ConfigError(f"a question of {length} tokens is longer than the model's context")
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}

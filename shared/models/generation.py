@@ -1,7 +1,6 @@
 """Text that a model in training writes."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -135,7 +134,7 @@ def generate(
     whole = without_adapters(model)
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
-    context = context_of(whole) or sys.maxsize
+    context = context_of(whole)
     fitting = [ids[-context:] for ids in prompts]
     longest = max(map(len, fitting))
     padding = torch.tensor([longest - len(ids) for ids in fitting], device=device)
