@@ -17,6 +17,7 @@ from torch import nn
 from shared.answers.numbers import numbers_of
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
+from shared.models.attention import scaled_from
 from shared.models.checks import context_of
 from shared.models.generation import ends_of, generate, sees_padding
 from shared.models.loading import without_adapters
@@ -68,10 +69,7 @@ def batches_to_answer(
     what they leave of the model's context. Every rank calls this, with all prompts.
     """
     whole = without_adapters(model)
-    most = context_of(whole) + 1
-    text = whole.config.get_text_config()
-    if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales by places in the row
-        most = min(most, text.floor_scale)
+    most = min(context_of(whole) + 1, scaled_from(whole))
     mixed = 0 if sees_padding(model) else most - max_new_tokens
     return batches([len(ids) for ids in prompts], per_device, share, mixed)
 

@@ -6,6 +6,7 @@ says it on the host.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,6 +153,14 @@ def describe(model: Any) -> str:
     if used == "eager" and not model._supports_sdpa:
         return f"{used}: {type(model).__name__} has no sdpa"
     return used
+
+
+def scaled_from(model: nn.Module) -> int:
+    """The token of a row from which attention is scaled by the place there, as in Llama 4;
+    sys.maxsize if there is none.
+    """
+    places = [m.floor_scale for m in model.modules() if getattr(m, "attn_temperature_tuning", 0)]
+    return min(places, default=sys.maxsize)  # type: ignore[type-var]
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:

@@ -14,7 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from shared.data.order import Batch
 from shared.models import attention
-from shared.models.attention import Form, Kernel, find_kernel, forward_rows
+from shared.models.attention import Form, Kernel, find_kernel, forward_rows, scaled_from
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
@@ -178,9 +178,8 @@ class _Trial:
 
     def _why_not_in_long_rows(self) -> str:
         """Why a document has other logits at the end of a row of so many; "" if it does not."""
-        scales = [m for m in self.whole.modules() if getattr(m, "attn_temperature_tuning", False)]
         # too little to be seen in 16 bits
-        if (first := min((m.floor_scale for m in scales), default=sys.maxsize)) <= self.length:
+        if (first := scaled_from(self.whole)) <= self.length:
             return f": from token {first:,} of a row on, its attention is scaled by the place there"
         length = min(self.length, LONGEST_TRIED)
         first, second = self.packed["input_ids"][:1].split(8, 1)
