@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -86,12 +87,9 @@ def chosen_by_answer(model: Any, whole: Any) -> Iterator[None]:
             named["past_key_values"] = named["next_sequence_length"] = None
         return prepare(*arguments, **named)
 
-    whole.prepare_inputs_for_generation = prepared
-    try:
-        with chosen_by_document(model):
-            yield
-    finally:
-        del whole.prepare_inputs_for_generation
+    replaced = mock.patch.object(whole, "prepare_inputs_for_generation", prepared)
+    with replaced, chosen_by_document(model):
+        yield
 
 
 def _bound_of(settings: Any) -> int:
