@@ -167,20 +167,19 @@ def sees_padding(model: nn.Module) -> bool:
     from the beginning of the row, or compresses blocks of it: tried once on the prepared model.
     Every rank calls this.
     """
-    whole = without_adapters(model)
-    if hasattr(whole, "sees_padding"):
-        return bool(whole.sees_padding)
-    prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
-    seen: list[torch.Tensor] = []
-    head = whole.get_output_embeddings()
-    with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
-        for rows in ([prompt], [prompt, prompt + prompt[:7]]):
-            generate(model, rows, max_new_tokens=1, ends=())
-    alone, padded = (logits.float() for logits in seen)
-    allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
-    differs = bool((padded - alone).norm() > allowed * alone.norm())
-    # ranks whose rounding differs would make different numbers of batches
-    whole.sees_padding = any(gather_object([differs]))
+    whole: Any = without_adapters(model)
+    if not hasattr(whole, "sees_padding"):
+        prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
+        seen: list[torch.Tensor] = []
+        head = whole.get_output_embeddings()
+        with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
+            for rows in ([prompt], [prompt, prompt + prompt[:7]]):
+                generate(model, rows, max_new_tokens=1, ends=())
+        alone, padded = (logits.float() for logits in seen)
+        allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
+        differs = bool((padded - alone).norm() > allowed * alone.norm())
+        # ranks whose rounding differs would make different numbers of batches
+        whole.sees_padding = any(gather_object([differs]))
     return bool(whole.sees_padding)
 
 
