@@ -159,8 +159,8 @@ def scaled_from(model: nn.Module) -> int:
     """The token of a row from which attention is scaled by the place there, as in Llama 4;
     sys.maxsize if there is none.
     """
-    places = [m.floor_scale for m in model.modules() if getattr(m, "attn_temperature_tuning", 0)]
-    return min(places, default=sys.maxsize)  # type: ignore[type-var]
+    scaled: list[Any] = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", 0)]
+    return min((module.floor_scale for module in scaled), default=sys.maxsize)
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
