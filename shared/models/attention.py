@@ -155,12 +155,13 @@ def describe(model: Any) -> str:
     return used
 
 
-def scaled_from(model: nn.Module) -> int:
-    """The token of a row from which attention is scaled by the place there, as in Llama 4;
-    sys.maxsize if there is none.
+def scaled_from(model: Any) -> int:
+    """The token of a row from which attention is scaled by the place there, as in Llama 4 and
+    Inkling; sys.maxsize if there is none.
     """
+    of_config = getattr(model.config.get_text_config(), "log_scaling_n_floor", None)
     scaled: list[Any] = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", 0)]
-    return min((module.floor_scale for module in scaled), default=sys.maxsize)
+    return min((module.floor_scale for module in scaled), default=of_config or sys.maxsize)
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
