@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 
 from shared.data.order import Batch
-from shared.models.loading import without_adapters
 
 KINDS = ("longrope", "dynamic")
 
@@ -24,7 +23,8 @@ def kind_of(model: Any) -> str:
 
     Positions of several axes are the model's own matter.
     """
-    config = getattr(without_adapters(model), "config", None)  # a model of the user's has none
+    # a model of the user's has none; called for each forward, where `without_adapters` takes long
+    config = getattr(getattr(model, "module", model), "config", None)
     # one of each layer type, or one for all
     settings = str(config and getattr(config.get_text_config(), "rope_parameters", ""))
     kinds = [kind for kind in KINDS if f"'{kind}'" in settings and "mrope_section" not in settings]
