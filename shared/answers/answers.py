@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from statistics import fmean
 from textwrap import fill
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from shared.answers.numbers import numbers_of
 from shared.data.loader import Share
 from shared.data.order import EvenSubset
+from shared.models.attention import scaled_from
 from shared.models.checks import context_of
 from shared.models.generation import ends_of, generate, sees_padding
 from shared.models.loading import without_adapters
@@ -42,15 +44,13 @@ def batches(
     Args:
         lengths: tokens of each row.
         per_device: rows of a batch, at most.
-        mixed: rows of more tokens share a batch with rows of the same length alone.
+        mixed: longer rows share a batch only with rows of the same length.
     """
     of_ranks = math.ceil(len(lengths) / share.world_size)
     count = math.ceil(of_ranks / per_device)
     rows = math.ceil(of_ranks / count)
     order = np.argsort(-np.asarray(lengths), kind="stable")
-    tokens = np.asarray(lengths)[order]
-    other = 1 + np.flatnonzero((np.diff(tokens) != 0) & (tokens[:-1] > mixed))
-    groups = np.split(order, other)
+    groups = [[*group] for _, group in groupby(order, lambda row: max(lengths[row], mixed))]
     parts = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
     filled = np.full((math.ceil(len(parts) / share.world_size), share.world_size, rows), -1)
     for row, part in zip(filled.reshape(-1, rows), parts, strict=False):
@@ -69,10 +69,7 @@ def batches_to_answer(
     what they leave of the model's context. Every rank calls this, with all prompts.
     """
     whole = without_adapters(model)
-    most = (context_of(whole) or sys.maxsize) + 1
-    text = whole.config.get_text_config()
-    if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales by places in the row
-        most = min(most, text.floor_scale)
+    most = min(context_of(whole) + 1, scaled_from(whole))
     mixed = 0 if sees_padding(model) else most - max_new_tokens
     return batches([len(ids) for ids in prompts], per_device, share, mixed)
 
@@ -204,14 +201,12 @@ def log_answers(
             f"{cut} of {len(rows)} answers end at --max_new_tokens {config.max_new_tokens}, and "
             "are scored as they are: raise it if that is too short"
         )
-    context = context_of(without_adapters(model)) or sys.maxsize
+    context = context_of(without_adapters(model))
     if short := sum(len(ids) + config.max_new_tokens > context + 1 for ids in prompts):
-        lost = sum(len(ids) > context for ids in prompts)
         print_main(
             f"the model's context of {context} tokens leaves less than --max_new_tokens "
-            f"{config.max_new_tokens} for the answers to {short} of {len(rows)} prompts"
-            + f"; {lost} of them are longer, and lose their beginning"
-            * bool(lost)
+            f"{config.max_new_tokens} for the answers to {short} of {len(rows)} prompts, and cuts "
+            f"the beginning of {sum(len(ids) > context for ids in prompts)}"
         )
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])

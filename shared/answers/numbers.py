@@ -18,18 +18,12 @@ def numbers_of(
         ConfigError: it returns anything else; with the function's place and the answer.
     """
     returned = function(answer, record)
-    if isinstance(returned, dict) and all(map(_is_finite, returned.values())):
-        return {name: float(value) for name, value in returned.items()}
+    with contextlib.suppress(Exception):  # no dict; texts, None, tensors of several numbers
+        if all(map(math.isfinite, returned.values())):
+            return {name: float(value) for name, value in returned.items()}
     code = getattr(function, "__code__", None)
-    place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    place = f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}" if code else repr(function)
     raise ConfigError(
-        f"{place}{getattr(function, '__name__', function)} of the answer {answer!r} returns "
-        f"{' '.join(repr(returned).split())}, expected finite numbers by name, such as "
-        "{'right': 1.0}"
+        f"{place} of the answer {answer!r} returns {' '.join(repr(returned).split())}, expected "
+        "finite numbers by name, such as {'right': 1.0}"
     )
-
-
-def _is_finite(value: Any) -> bool:
-    with contextlib.suppress(Exception):  # texts, None, tensors of several numbers
-        return math.isfinite(value)
-    return False

@@ -17,7 +17,10 @@ _CLOSING = ".,;:!?…)]}*_`\"'”’»$。，、；：！？"
 _WORD = re.compile(r"\w+|[^\W\d_]+(?:['’][^\W\d_]+|-[^\W\d_]{2,})*")
 _CHINESE_OR_JAPANESE = re.compile(r"([\u3040-\u30ff\u3400-\u9fff])")  # no spaces between words
 _ARTICLE = re.compile(r"(?<!\S)(?:a|an|the)\s+(?=[^\W\d_]{2})")
-_FORMULA = re.compile(r"[<>≤≥≠+*^|()\[\]]|(?<![^\W\d_]{2})/|\b[^\W\d_]\s*-|-\s*[^\W\d_]\b")
+_FORMULA = re.compile(  # of a text whose numbers are 0
+    r"[<>≤≥≠+*^|()\[\]]|\\(?!boxed|text)[a-z]"  # signs, LaTeX
+    r"|(?<![^\W\d_]{2})/|\b[^\W\d_]\s*-|-\s*[^\W\d_]\b|\b[^\W\d_]0"  # a/b, x - y, B2, not km/h
+)
 
 
 def _plain(text: Any) -> str:
@@ -72,9 +75,9 @@ def solves(answer: str, reference: Any) -> float:
         return 0.0
     result = re.split(r"####|(?<![<>!])=", _plain(reference))[-1]
     right = numbers_in(result)
-    others = _NUMBER.sub(" ", result)
-    is_list = len(right) > 1 and not re.search(r"[^\W\d_]{2}", others)
-    if not right or is_list or _FORMULA.search(others):
+    rest = _NUMBER.sub("0", result)
+    is_list = len(right) > 1 and not re.search(r"[^\W\d_]{2}", rest)
+    if not right or is_list or _FORMULA.search(rest):
         return exact_match(answer, str(reference))
     found = numbers_in(re.sub(r"\([^\W\d_][^()]*\)", " ", answer)) or numbers_in(answer)
     return float(found[-1:] == right[-1:])

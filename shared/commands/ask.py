@@ -10,7 +10,6 @@ Each question stands alone. For a conversation: docs/after_training.md.
 import argparse
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,6 @@ def main() -> None:
     options = parser.parse_args()
     if not isinstance(options.chat_template_kwargs, dict):
         parser.error("--chat_template_kwargs takes an object, such as '{\"name\": 1}'")
-    if (options.image or options.system) and options.plain:
-        parser.error("--image and --system need the chat template: drop --plain")
     folder = next(
         (
             place
@@ -85,6 +82,13 @@ def main() -> None:
 
     launch.quieten_libraries()
     tokenizer = load_tokenizer(folder)
+    is_plain = options.plain or not tokenizer.chat_template
+    if is_plain and (options.image or options.system or options.chat_template_kwargs):
+        parser.error(
+            "--image, --system and --chat_template_kwargs need a chat template: drop --plain, or "
+            "these, if the model has none"
+        )
+    encoder = Encoder(tokenizer, "assistant")
     adapter = folder / "adapter_config.json"
     name = str(folder)
     if adapter.exists():
@@ -119,16 +123,15 @@ def main() -> None:
                 **options.chat_template_kwargs,
             )
         else:  # as training has it
-            if options.plain or not tokenizer.chat_template:
+            asked = Example(turns, template_options=options.chat_template_kwargs)
+            if is_plain:
                 asked = Example(prompt=question)
-            else:
-                asked = Example(turns, template_options=options.chat_template_kwargs)
-            prompt = Encoder(tokenizer, "assistant").prompt(asked, "the question", Notes())
+            prompt = encoder.prompt(asked, "the question", Notes())
             rows = torch.tensor([prompt])
             inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         length = inputs["input_ids"].shape[1]
-        room = (context_of(model) or sys.maxsize) + 1 - length  # the last token is not read again
+        room = context_of(model) + 1 - length  # the last token is not read again
         if room < 1:
             raise ConfigError(f"a question of {length} tokens is longer than the model's context")
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}

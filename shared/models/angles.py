@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 
 from shared.data.order import Batch
-from shared.models.loading import without_adapters
 
 KINDS = ("longrope", "dynamic")
 
@@ -23,13 +23,12 @@ def kind_of(model: Any) -> str:
 
     Positions of several axes are the model's own matter.
     """
-    config = getattr(without_adapters(model), "config", None)  # a model of the user's has none
-    settings = config and getattr(config.get_text_config(), "rope_parameters", None)
-    return "" if "mrope_section" in str(settings) else _kind_in(settings)
-
-
-def _kind_in(settings: Any) -> str:
-    return next((kind for kind in KINDS if f"'{kind}'" in str(settings)), "")
+    # a model of the user's has none; called for each forward, where `without_adapters` takes long
+    config = getattr(getattr(model, "module", model), "config", None)
+    # one of each layer type, or one for all
+    settings = str(config and getattr(config.get_text_config(), "rope_parameters", ""))
+    kinds = [kind for kind in KINDS if f"'{kind}'" in settings and "mrope_section" not in settings]
+    return kinds[0] if kinds else ""
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
@@ -48,10 +47,8 @@ def positions_without_padding(batch: Batch) -> torch.Tensor:
     places = torch.arange(length, device=batch["input_ids"].device).expand(rows, -1)
     positions = batch.get("position_ids", places)
     if "attention_mask" in batch:
-        return positions.masked_fill(batch["attention_mask"] == 0, 0)
-    if "filled" in batch:
-        return positions.masked_fill(places >= batch["filled"][:, None], 0)
-    return positions
+        return positions * batch["attention_mask"]
+    return positions * (places < batch["filled"][:, None]) if "filled" in batch else positions
 
 
 @contextlib.contextmanager
@@ -61,7 +58,7 @@ def chosen_by_document(model: Any) -> Iterator[None]:
     """
     with contextlib.ExitStack() as hooks:
         for module in model.modules() if kind_of(model) else ():
-            if _kind_in([getattr(module, "rope_type", None)]):
+            if hasattr(module, "rope_type"):
                 hook = module.register_forward_hook(_angles_by_document, with_kwargs=True)
                 hooks.enter_context(hook)
         yield
@@ -81,9 +78,7 @@ def chosen_by_answer(model: Any, whole: Any) -> Iterator[None]:
         return
     prepare = whole.prepare_inputs_for_generation
     settings = whole.config.get_text_config().rope_parameters
-    kinds = (
-        [settings] if "rope_type" in settings else settings.values()
-    )  # or one of each layer type
+    kinds = [settings] if "rope_type" in settings else settings.values()
     bounds = [_bound_of(kind) for kind in kinds if kind["rope_type"] == "longrope"]
 
     @wraps(prepare)  # transformers looks at its arguments
@@ -92,12 +87,9 @@ def chosen_by_answer(model: Any, whole: Any) -> Iterator[None]:
             named["past_key_values"] = named["next_sequence_length"] = None
         return prepare(*arguments, **named)
 
-    whole.prepare_inputs_for_generation = prepared
-    try:
-        with chosen_by_document(model):
-            yield
-    finally:
-        del whole.prepare_inputs_for_generation
+    replaced = mock.patch.object(whole, "prepare_inputs_for_generation", prepared)
+    with replaced, chosen_by_document(model):
+        yield
 
 
 def _bound_of(settings: Any) -> int:
@@ -110,13 +102,13 @@ def _angles_by_document(module: Any, arguments: Any, named: Any, found: Any) -> 
     A forward hook.
     """
     call = inspect.signature(module.forward).bind(*arguments, **named).arguments
-    positions = call.pop("position_ids")
-    rows, length = positions.shape
     kind, settings = module.rope_type, module.config.rope_parameters
-    if (layer := call.get("layer_type")) is not None:
+    if layer := call.get("layer_type"):
         kind, settings = kind[layer], settings[layer]
     if kind not in KINDS:
         return found
+    positions = call.pop("position_ids")
+    rows, length = positions.shape
     is_long = kind == "longrope"
     bound = _bound_of(settings) if is_long else module.original_max_seq_len
     if 1 < length <= bound:  # a single token may follow others, in a cache

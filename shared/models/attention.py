@@ -6,6 +6,7 @@ says it on the host.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,6 +153,15 @@ def describe(model: Any) -> str:
     if used == "eager" and not model._supports_sdpa:
         return f"{used}: {type(model).__name__} has no sdpa"
     return used
+
+
+def scaled_from(model: Any) -> int:
+    """The token of a row from which attention is scaled by the place there, as in Llama 4 and
+    Inkling; sys.maxsize if there is none.
+    """
+    of_config = getattr(model.config.get_text_config(), "log_scaling_n_floor", None)
+    scaled: list[Any] = [m for m in model.modules() if getattr(m, "attn_temperature_tuning", 0)]
+    return min((module.floor_scale for module in scaled), default=of_config or sys.maxsize)
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:

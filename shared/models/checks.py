@@ -1,5 +1,6 @@
 """Whether a model can be trained on text."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,15 @@ from shared.process.errors import ConfigError
 from shared.process.printing import note
 
 
-def context_of(model: Any) -> int | None:
-    """Tokens that a model can see at once; None if any number."""
+def context_of(model: Any) -> int:
+    """Tokens that a model, without wrappers, can see at once; sys.maxsize if any number."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # RoBERTa's positions begin after that of the padding token
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if "position_embeddings" in name and padding is not None and len(module.weight) == context:
             return int(context - padding - 1)
-    return context
+    return context or sys.maxsize
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int, flag: str = "--seq_length") -> None:
@@ -68,8 +69,7 @@ def require_tokens_fit(
     """Refuse sequences longer than the model's context, and tokens without an embedding. Raises
     ConfigError.
     """
-    context = context_of(model)
-    if context is not None and seq_length > context:
+    if seq_length > (context := context_of(model)):
         raise ConfigError(
             f"{flag} {seq_length} is longer than the model's context of {context} "
             "tokens: give at most that"

@@ -1,7 +1,6 @@
 """Text that a model in training writes."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -134,7 +134,7 @@ def generate(
     whole = without_adapters(model)
     state = PartialState()
     device = state.device  # offloaded weights are elsewhere
-    context = context_of(whole) or sys.maxsize
+    context = context_of(whole)
     fitting = [ids[-context:] for ids in prompts]
     longest = max(map(len, fitting))
     padding = torch.tensor([longest - len(ids) for ids in fitting], device=device)
@@ -167,18 +167,19 @@ def sees_padding(model: nn.Module) -> bool:
     from the beginning of the row, or compresses blocks of it: tried once on the prepared model.
     Every rank calls this.
     """
-    whole = without_adapters(model)
-    if hasattr(whole, "sees_padding"):
-        return bool(whole.sees_padding)
-    prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
-    seen: list[torch.Tensor] = []
-    head = whole.get_output_embeddings()
-    with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
-        for rows in ([prompt], [prompt, prompt + prompt[:7]]):
-            generate(model, rows, max_new_tokens=1, ends=())
-    alone, padded = (logits.float() for logits in seen)
-    allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
-    whole.sees_padding = bool((padded - alone).norm() > allowed * alone.norm())
+    whole: Any = without_adapters(model)
+    if not hasattr(whole, "sees_padding"):
+        prompt = [n % whole.get_input_embeddings().num_embeddings for n in range(1, 25)]
+        seen: list[torch.Tensor] = []
+        head = whole.get_output_embeddings()
+        with head.register_forward_hook(lambda *call: seen.append(call[-1][0, -1])):
+            for rows in ([prompt], [prompt, prompt + prompt[:7]]):
+                generate(model, rows, max_new_tokens=1, ends=())
+        alone, padded = (logits.float() for logits in seen)
+        allowed = MAX_ERRORS[seen[0].dtype.itemsize == 2]
+        differs = bool((padded - alone).norm() > allowed * alone.norm())
+        # ranks whose rounding differs would make different numbers of batches
+        whole.sees_padding = any(gather_object([differs]))
     return bool(whole.sees_padding)
 
 

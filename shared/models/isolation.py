@@ -12,12 +12,10 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from shared.data.loader import cu_seqlens_of
 from shared.data.order import Batch
 from shared.models import attention
-from shared.models.attention import Form, Kernel, find_kernel, forward_rows
+from shared.models.attention import Form, Kernel, find_kernel, forward_rows, scaled_from
 from shared.models.blocks import as_in_an_evaluation
-from shared.models.checks import context_of
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
@@ -73,8 +71,7 @@ def isolate_documents(
     Raises:
         ConfigError: see `required`.
     """
-    trial = _Trial(model, device, vocab_size, rows)
-    trial.length = length
+    trial = _Trial(model, device, vocab_size, rows, length)
     avoid_cudnn()  # each number of documents would cost it a new plan
     if not trial.finds_form():
         why = f"{type(trial.whole).__name__} lets documents of one row see each other{trial.hint}"
@@ -110,7 +107,9 @@ class _Trial:
         hint: why documents are not apart, if it is known.
     """
 
-    def __init__(self, model: Any, device: torch.device, vocab_size: int, rows: int) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, vocab_size: int, rows: int, length: int
+    ) -> None:
         self.model = model
         self.whole: Any = without_adapters(model)
         self.device = device
@@ -127,7 +126,7 @@ class _Trial:
         self.alone = {"input_ids": tokens.roll(8, 1)}
         self.masked: torch.Tensor
         self.heads: set[Heads] = set()
-        self.length = 0
+        self.length = length
         self.hint = ""
         self.autocasts = False
 
@@ -178,27 +177,23 @@ class _Trial:
         )
 
     def _why_not_in_long_rows(self) -> str:
-        """Why the second document has other logits at the end of a long row; "" if it does not."""
-        scales = [m for m in self.whole.modules() if getattr(m, "attn_temperature_tuning", False)]
+        """Why a document has other logits at the end of a row of so many; "" if it does not."""
         # too little to be seen in 16 bits
-        if (first := min((m.floor_scale for m in scales), default=sys.maxsize)) <= self.length:
+        if (first := scaled_from(self.whole)) <= self.length:
             return f": from token {first:,} of a row on, its attention is scaled by the place there"
-        length = min(self.length, LONGEST_TRIED) - 8
-        if length < 8:
-            return ""
-        tokens = self.packed["input_ids"][:1]
-        before = tokens[:, :8].repeat(1, -(-length // 8))[:, :length]
-        places = torch.arange(length + 8) % (context_of(self.whole) or length)
-        places[length:] = torch.arange(8)
-        row = {"input_ids": torch.cat([before, tokens[:, 8:]], 1), "position_ids": places[None]}
-        row["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(places.numpy()))
+        length = min(self.length, LONGEST_TRIED)
+        first, second = self.packed["input_ids"][:1].split(8, 1)
+        tokens = torch.cat([*[first] * ((length - 1) // 8), second], 1)
+        places = torch.arange(tokens.shape[1] + 1, device=self.device)
+        row = {"input_ids": tokens, "position_ids": places[None, :-1] % 8}
+        row["cu_seqlens"] = places[::8].int()
         # logits of few tokens: of a whole row they may not fit
         head = self.whole.get_output_embeddings()
         with head.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, -8:],)):
-            (found,) = self._logits({name: value.to(self.device) for name, value in row.items()})
+            (found,) = self._logits(row)
         alone, allowed = self.own
         is_apart = relative_error(found[:, -8:], alone) < allowed
-        return "" if is_apart else f" if it has {length + 8:,} tokens"
+        return "" if is_apart else f" if it has {length:,} tokens"
 
     def why_not_by(self, kernel: Kernel) -> str:
         """Why the model's blocks cannot use the kernel; "" if they do from now on."""

@@ -107,7 +107,7 @@ class ToPrompts(chat.ToSamples):
     def _example(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> Example:
         """A prompt alone. Raises ConfigError if the model would not see all of it."""
         asked = record.get(form)
-        if not isinstance(asked, str | list | dict):
+        if not isinstance(asked, str | list):
             raise ConfigError(f"{where}: {form!r} is {kind(asked)}, expected text or messages")
         if isinstance(asked, str) and self.encoder.has_own_template:
             asked = [{"role": "user", "content": asked}]
@@ -142,12 +142,14 @@ def describe(train: Conversations, held_out: Conversations, options: PromptConfi
     """One line about the data: counts, lengths."""
     (store,) = train.stores
     lengths = train.lengths + 1  # tokens
+    # rewards get other columns
+    unread = [n for n in store.notes.named("unused ") if n.endswith(")") or n in OF_TEMPLATE]
     counts = store.notes.counts
     return (
         f"{store.source}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
         f"{options.seq_length} tokens and left out; {len(train):,} to train on, of "
         f"{lengths.min()}-{lengths.max()} tokens; {len(held_out):,} to validate on"
-        f"{not_used([name for name in store.notes.named('unused ') if name.endswith(')')])}"
+        f"{not_used(unread)}"
     )
 
 

@@ -362,18 +362,14 @@ def _keep_template_options(tokenizer: PreTrainedTokenizerBase, notes: Notes) -> 
     """Make the variables that all records have defaults of the chat template, as final/ will have
     it: a question after training gets the prompt of training.
     """
-    by_count = notes.named("option ")
-    common = [option for option, count in by_count.items() if count == notes.counts["read"]]
     template = tokenizer.chat_template
-    if not common or not isinstance(template, str):
-        return
-    parts = [
-        f"{{% if {option.partition(' ')[0]} is not defined %}}{{% set {option} %}}{{% endif %}}"
-        for option in common
-    ]
-    defaults = "".join([*parts, "{{ '' }}"])  # which keeps a line break after it
-    tokenizer.chat_template = defaults + template.removeprefix(defaults)
-    note(f"the chat template in final/ has the defaults of all records: {', '.join(common)}")
+    for option, count in notes.named("option ").items():
+        if count == notes.counts["read"] and isinstance(template, str):
+            name = option.split()[0]
+            default = f"{{% if {name} is not defined %}}{{% set {option} %}}{{% endif %}}"
+            default += "{{ '' }}"  # keeps a line break after it
+            tokenizer.chat_template = template = default + template.replace(default, "")
+            note(f"the chat template in final/ has the default of all records: {option}")
 
 
 def _check(store: Store, config: RecordsConfig) -> None:

@@ -107,8 +107,7 @@ def _joined(prompt: Messages, common: Messages, where: str) -> Messages:
         [(turn.get("role"), str(turn.get("content")).strip()) for turn in turns]
         for turns in (prompt, common)
     )
-    starts = range(len(begins) - len(asked) + 1)
-    if any(begins[start : start + len(asked)] == asked for start in starts):
+    if all(turn in begins for turn in asked):
         return common
     repeated = next(n for n in range(len(asked), -1, -1) if asked[len(asked) - n :] == begins[:n])
     if not repeated and asked[-1][0] == "user":

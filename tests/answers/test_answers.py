@@ -17,6 +17,8 @@ from transformers import (
     BartForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    InklingForCausalLM,
+    InklingTextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
     PreTrainedTokenizerFast,
@@ -95,6 +97,12 @@ def test_scores_are_those_of_squad(answer, reference, exact, f1):
         ("1,00,000", "100000", 1, 1),
         ("So 7 + 5 = (12)", "12", 0, 1),
         ("It is 5 km/h.", "5 km/h", 0, 1),
+        (r"\frac{3}{2}", r"\frac{1}{2}", 0, 0),
+        (r"3\sqrt{2}", r"5\sqrt{2}", 0, 0),
+        ("4", r"4\pi", 0, 0),
+        (r"So \boxed{42}", r"\boxed{42}", 0, 1),
+        ("12 cm", r"12\text{ cm}", 0, 1),
+        ("B2", "A2", 0, 0),
         ("1e999999999", "5", 0, 0),
         ("5/0", "5", 1, 1),
         ("9" * 6000, "9" * 6000, 1, 1),
@@ -120,7 +128,7 @@ def test_ranks_share_the_prompts_in_equally_many_batches_of_similar_length(promp
     assert all(min(one) >= max(other) for one, other in itertools.pairwise(windows))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bart", "llama4"])
+@pytest.mark.parametrize("name", ["gpt2", "bart", "llama4", "inkling"])
 def test_an_answer_depends_neither_on_other_prompts_nor_on_its_bound(name):
     """What is left of 64 positions is the answer's: 5 tokens, 1, 24, all. BART's count from the beginning of the row."""
     torch.manual_seed(0)
@@ -128,9 +136,12 @@ def test_an_answer_depends_neither_on_other_prompts_nor_on_its_bound(name):
     llama = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16}
     llama |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     llama |= {"no_rope_layers": [1, 0], "max_position_embeddings": 64, "pad_token_id": 0}
+    inkling = {name: llama[name] for name in llama if name not in ("intermediate_size_mlp", "no_rope_layers")}
+    inkling |= {"local_layer_ids": [], "mlp_layer_types": ["dense"] * 2, "log_scaling_n_floor": 35, "log_scaling_alpha": 9.0}
     subject = {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64)),
         "bart": lambda: BartForCausalLM(BartConfig(**sizes, max_position_embeddings=64)),
+        "inkling": lambda: InklingForCausalLM(InklingTextConfig(**inkling)),
         "llama4": lambda: Llama4ForCausalLM(Llama4TextConfig(**llama, floor_scale=35, attn_scale=9.0)),
     }[name]().eval()
     for parameter in subject.parameters():

@@ -56,13 +56,20 @@ def test_prompts_are_those_of_training(asked):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a line"}]
     for flags, options in (((), {}), (("--chat_template_kwargs", '{"thinks": true}'), {"thinks": True})):
         prompt = ask_for("a line", "--system", "Be brief.", *flags)
-        assert prompt == Encoder(tokenizer, "assistant").prompt(Example(turns, template_options=options), "here", Notes())
+        asked_in_training = Example(turns, template_options=options)
+        assert prompt == Encoder(tokenizer, "assistant").prompt(asked_in_training, "here", Notes())
         end = "" if options else "<think></think>"
         assert tokenizer.decode(prompt) == f"<system>Be brief.<user>a line2024<assistant>{end}"
 
 
 @pytest.mark.parametrize(
-    "flags", [("--plain", "--system", "x"), ("--chat_template_kwargs", "[1]"), ("--chat_template_kwargs", "{")]
+    "flags",
+    [
+        ("--plain", "--system", "x"),
+        ("--plain", "--chat_template_kwargs", '{"thinks": true}'),
+        ("--chat_template_kwargs", "[1]"),
+        ("--chat_template_kwargs", "{"),
+    ],
 )
 def test_flags_that_would_be_ignored_are_refused(asked, flags):
     with pytest.raises(SystemExit) as ended:
