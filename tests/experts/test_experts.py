@@ -89,9 +89,9 @@ def test_experts_of_any_width(tmp_path):
 def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_path, family):
     model_class = make(family, tmp_path)
 
-    def adapted(dtype):
+    def adapted(dtype, **options):
         torch.manual_seed(0)
-        base = model_class.from_pretrained(tmp_path, dtype=dtype)
+        base = model_class.from_pretrained(tmp_path, dtype=dtype, **options)
         weights = [name for name, p in base.named_parameters() if ".experts." in name and p.ndim == 3]
         model = get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=[], target_parameters=weights))
         for name, p in model.named_parameters():
@@ -101,12 +101,16 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
 
     plain = adapted(torch.float32)
     wanted = loss_and_gradients(plain)
+    exact = loss_and_gradients(adapted(torch.float32, experts_implementation="eager").double())[1]
+    # of some models and on some processors, the rounding of fp32 alone is more than 1e-5
+    tolerance = max(1e-5, *(2 * ((wanted[1][n] - g).norm() / g.norm()).item() for n, g in exact.items() if g.norm() > 1e-6))
     ours = adapted(torch.float32)
     attach(ours)
-    assert_near(loss_and_gradients(ours), wanted, 1e-5)
+    assert tolerance < 1e-4
+    assert_near(loss_and_gradients(ours), wanted, tolerance)
     with ours.disable_adapter(), plain.disable_adapter():
         torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
-    assert_near(loss_and_gradients(ours), wanted, 1e-5)
+    assert_near(loss_and_gradients(ours), wanted, tolerance)
 
     change = {}
     for name, model in {"exact": plain, "peft": adapted(torch.bfloat16), "ours": adapted(torch.bfloat16)}.items():
