@@ -389,7 +389,7 @@ def test_answers_that_do_not_follow_the_generation_prompt_are_counted(chatml, tm
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     kept, line = capsys.readouterr().err.splitlines()  # the records are alike
-    assert kept == "the chat template in final/ has the defaults of all records: enable_thinking = False"
+    assert kept == "the chat template in final/ has the default of all records: enable_thinking = False"
     assert line.endswith("validation texts are in the training data, too, word for word")
 
 
