@@ -19,7 +19,7 @@ def begin() -> None:
 
 
 def sleep_between_parallel_regions() -> None:
-    """Let OpenMP's threads spin for some 50 us when they wait for each other, and then sleep.
+    """Let OpenMP's threads spin for less than a millisecond when they wait for each other, and then sleep.
 
     By default they spin for 10 ms and more. On cores that other processes use too, a thread then
     spins away the time in which the thread that it waits for could run. The user's own choice
@@ -27,4 +27,4 @@ def sleep_between_parallel_regions() -> None:
     https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
