@@ -19,7 +19,7 @@ def begin() -> None:
 
 
 def sleep_between_parallel_regions() -> None:
-    """Let OpenMP's threads spin for less than a millisecond when they wait for each other, and then sleep.
+    """Let OpenMP's threads sleep if they wait for each other for more than some 0.2 ms.
 
     By default they spin for 10 ms and more. On cores that other processes use too, a thread then
     spins away the time in which the thread that it waits for could run. The user's own choice
