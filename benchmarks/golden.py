@@ -226,8 +226,7 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], resumed: bool = F
     if not resumed:  # which has only the inputs since then
         for rank, batches in old["inputs"].items():
             for number, (a, b) in enumerate(zip(batches, new["inputs"].get(rank, []), strict=False)):
-                if a != b:
-                    keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
+                if keys := sorted(key for key in a.keys() & b.keys() if a[key] != b[key]):
                     return f"inputs of {rank}, micro-batch {number}: {', '.join(keys)}"
     rows = [which["metrics"] for which in (old, new)]
     for a, b in zip(*rows, strict=False):
@@ -279,7 +278,14 @@ def record(folder: Path, case: Case, work: Path) -> str:
     return result["strategy"]
 
 
+def changed_inputs(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Names of inputs that only one of two runs has: how a model is told something may change, if it learns the same."""
+    names = [{key for batches in which.get("inputs", {}).values() for b in batches for key in b} for which in (old, new)]
+    return ", ".join(f"{'+-'[name in names[0]]}{name}" for name in sorted(names[0] ^ names[1]))
+
+
 def compare(folder: Path, case: Case, work: Path) -> str:
+    """What differs; empty if nothing."""
     place = kept(folder, case)
     if not (place / "result.json").exists():
         return "was not recorded"
@@ -288,6 +294,8 @@ def compare(folder: Path, case: Case, work: Path) -> str:
     different = first_difference(old, new)
     if different and new["exit"] == old["exit"] == "0" and (place / "run/final").exists():
         different += difference_of_weights(place / "run/final", work / case.name / "final")
+    if inputs := changed_inputs(old, new):
+        print(f"{'':<6}inputs: {inputs}")
     if different or old["exit"] != "0":
         return different
     killed = work / f"{case.name}-killed"  # as a run that was killed after its first checkpoint
