@@ -14,6 +14,7 @@ train. What it writes is in RUN/evaluations/<name of your data>/.
 
 import argparse
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -149,12 +150,14 @@ def evaluate(
 
 
 def titles(runs: list[Path]) -> dict[str, Path]:
-    """The runs beside base, final and merged, by their folders' names, or by their whole paths
-    where these do not tell all apart.
+    """The runs beside base, final and merged, by their folders' names, or by as much of their paths
+    as tells them apart.
     """
-    names = [run.resolve().name for run in runs]
+    whole = [run.resolve() for run in runs]
+    names = [run.name for run in whole]
     if len({*names, "base", "final", "merged"}) < len(names) + 3:
-        names = [str(run.resolve()) for run in runs]
+        shared = os.path.commonpath([run.parent.parent for run in whole])
+        names = [os.path.relpath(run, shared) for run in whole]
     return dict(zip(names, runs, strict=True))
 
 
