@@ -205,8 +205,8 @@ def log_answers(
     if short := sum(len(ids) + config.max_new_tokens > context + 1 for ids in prompts):
         print_main(
             f"the model's context of {context} tokens leaves less than --max_new_tokens "
-            f"{config.max_new_tokens} for the answers to {short} of {len(rows)} prompts, and cuts "
-            f"the beginning of {sum(len(ids) > context for ids in prompts)}"
+            f"{config.max_new_tokens} for the answers to {short} of {len(rows)} prompts; prompts "
+            f"cut at their beginning: {sum(len(ids) > context for ids in prompts)}"
         )
     means = {
         f"eval_{name}": fmean(row["scores"][name] for row in rows if name in row["scores"])
