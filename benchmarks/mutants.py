@@ -2,6 +2,7 @@
 
     pip install cosmic-ray==8.7.0
     python benchmarks/mutants.py run FOLDER                          # all of SOURCES, two at a time
+    python benchmarks/mutants.py run FOLDER --launched               # what survived meets the tests that launch
     python benchmarks/mutants.py run FOLDER --only shared/data/order.py --lines 40-60
     python benchmarks/mutants.py report FOLDER                       # scores, and what survived
 
@@ -16,6 +17,7 @@ difference (EQUIVALENT in the report) are listed with one word why in benchmarks
 """
 
 import argparse
+import ast
 import contextlib
 import difflib
 import json
@@ -25,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,23 +37,23 @@ CHUNK = 25  # changes that a worker takes at a time
 
 # Each file and the tests that it meets: those of its folder, the nearest first.
 TESTS: dict[str, str] = {
-    "data/order": "data/test_data.py data/test_mixture.py",
-    "data/loader": "data/test_data.py data training/test_steps.py",
-    "training/step": "training/test_steps.py training/test_sync.py promises/test_strategies.py",
+    "data/order": "data/test_data.py data/test_mixture.py training/test_steps.py",
+    "data/loader": "data/test_data.py training/test_steps.py data/test_multi_label.py",
+    "training/step": "training/test_steps.py training/test_sync.py",
     "training/optim": "training/test_optim.py training/test_defaults.py",
-    "parallel/strategy": "training promises/test_strategies.py",
-    "parallel/gradients": "training promises/test_strategies.py",
-    "run/checkpoint": "run/test_checkpoint.py run/test_state.py promises/test_faults.py",
-    "run/checkpoint_files": "run/test_checkpoint.py promises/test_faults.py",
-    "run/tensors": "run/test_tensors.py run/test_checkpoint.py run",
-    "run/state": "run/test_state.py run/test_checkpoint.py run",
-    "run/metrics": "run/test_metrics.py run",
-    "text/packing": "text/test_corpus.py text",
-    "text/encoder": "text/test_chat.py known_bugs/test_conversations.py known_bugs/test_tables.py",
+    "parallel/strategy": "training run/test_checkpoint.py",
+    "parallel/gradients": "training",
+    "run/checkpoint": "run",
+    "run/checkpoint_files": "run",
+    "run/tensors": "run",
+    "run/state": "run",
+    "run/metrics": "run",
+    "text/packing": "text",
+    "text/encoder": "text known_bugs/test_conversations.py",
     "models/isolation": "models/test_attention.py models/test_model.py",
     "models/loss": "models/test_lm_loss.py models/test_targets.py",
-    "rollouts/rollouts": "rollouts promises/test_grpo.py",
-    "evaluation/kinds": "evaluation promises/test_multi_label.py",
+    "rollouts/rollouts": "rollouts",
+    "evaluation/kinds": "evaluation data/test_multi_label.py",
     "images/augment": "images",
 }
 OPERATORS = re.compile(
@@ -99,6 +102,63 @@ def copy_of_the_tree(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "compileall", "-q", "shared", "templates"], cwd=folder)
 
 
+class Trace:
+    """A pytest plugin: which functions of the changed files each test calls, how long it takes, whether it launches."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.tests = path, {}
+
+    def pytest_runtest_protocol(self, item: Any) -> None:
+        self.called: set[str] = set()
+        self.launches, self.began = False, time.monotonic()
+        sys.setprofile(self.look)
+        threading.setprofile(self.look)
+
+    def look(self, frame: Any, event: str, _argument: object) -> None:
+        if event == "call":
+            name = frame.f_code.co_filename
+            if "/shared/" in name:
+                self.called.add(f"shared/{name.rpartition('/shared/')[2]}:{frame.f_code.co_qualname}")
+            elif frame.f_code.co_qualname in ("Launcher.run", "BaseProcess.start"):
+                self.launches = True
+            elif frame.f_code is subprocess.Popen.__init__.__code__:
+                self.launches |= sys.executable in str(frame.f_locals["args"])
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.setprofile(None)
+        took = time.monotonic() - self.began
+        self.tests[nodeid] = {"called": sorted(self.called), "launches": self.launches, "seconds": took}
+
+    def pytest_sessionfinish(self) -> None:
+        Path(self.path).write_text(json.dumps(self.tests))
+
+
+def function_at(code: str, line: int) -> str | None:
+    """The name of the outermost function around a line, with its class; None outside of functions."""
+    places = [(ast.parse(code), "")]
+    while places:
+        parent, prefix = places.pop()
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.ClassDef):
+                places.append((node, f"{prefix}{node.name}."))
+            elif isinstance(node, ast.FunctionDef) and node.body[0].lineno <= line <= (node.end_lineno or 0):
+                return prefix + node.name
+    return None
+
+
+def tests_for(traced: dict[str, dict], launched: bool, source: str, code: str, line: int) -> list[str]:
+    """Those that call the changed function (any, for what no function holds), or those that launch; the shortest first."""
+    own = function_at(code, line)
+    names = (f"{source}:{own}", f"{source}:{own}.<locals>")
+
+    def meets(test: dict) -> bool:
+        if launched or test["launches"]:
+            return launched and test["launches"]
+        return own is None or any(c == names[0] or c.startswith(names[1]) for c in test["called"])
+
+    return sorted((n for n, test in traced.items() if meets(test)), key=lambda n: traced[n]["seconds"])
+
+
 class Killers:
     """A pytest plugin: the tests that failed of late run first, and the one that fails is written down."""
 
@@ -126,13 +186,13 @@ def fork(run: Any, *args: object) -> int:
     return pid
 
 
-def pytest_here(tests: list[str], report: int) -> int:
+def pytest_here(tests: list[str], plugin: object) -> int:
     import pytest
 
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
-    return pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests], plugins=[Killers(report)])
+    output = os.open(f"../output-{os.environ[MARK]}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    return pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests], plugins=[plugin])
 
 
 def end_all_but(kept: set[int]) -> None:
@@ -147,7 +207,7 @@ def end_all_but(kept: set[int]) -> None:
 def meet(tests: list[str], limit: float, kept: set[int]) -> tuple[str, str]:
     """("survived" | "killed" | "hung", the test that failed) of the code as it now is on disk."""
     readable, writable = os.pipe()
-    pid = fork(pytest_here, tests, writable)
+    pid = fork(pytest_here, tests, Killers(writable))
     os.close(writable)
     end, status = time.monotonic() + limit, None
     while status is None and time.monotonic() < end:
@@ -164,13 +224,13 @@ def meet(tests: list[str], limit: float, kept: set[int]) -> tuple[str, str]:
     return "hung" if status is None else "survived" if status == 0 else "killed", failed
 
 
-def work(folder: Path, units: list[list[Any]]) -> None:
+def work(folder: Path, units: list[list[Any]], launched: bool) -> None:
     """Take units that no other worker has taken, until none is left."""
     place = folder / f"tree-{os.environ[MARK]}"
     copy_of_the_tree(place)
     os.chdir(place)
-    sys.path[:] = [str(place), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-    sys.path.insert(1, str(place / "tests"))
+    others = (entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)
+    sys.path[:] = [str(place / "tests"), str(place), *others]  # a launched script's folder replaces the first
     import launcher
 
     for name in (*launcher.PRELOADED, "pytest", "hypothesis", "pandas", "scipy", "timm", "trl", "wandb"):
@@ -180,22 +240,37 @@ def work(folder: Path, units: list[list[Any]]) -> None:
     os.environ["TESTS_LAUNCHER"] = address  # the tests launch from a fork of this process
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
-    kept = {os.getpid(), fork(launcher.serve, address)}
-    limits: dict[str, float] = {}
-    for source, number, part in units:
-        claim = folder / f"{source.replace('/', '.')}-{number:02d}.jsonl"
+    server = fork(launcher.serve, address)
+    try:
+        take(folder, units, launched, {os.getpid(), server})
+    finally:
+        os.kill(server, signal.SIGKILL)
+
+
+def trace(tests: str) -> dict[str, dict]:
+    """What the tests do before any change. SystemExit if one fails."""
+    path = f"../trace-{os.environ[MARK]}.json"
+    pid = fork(pytest_here, [f"tests/{test}" for test in tests.split()], Trace(path))
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise SystemExit(f"{tests}: fail before any change: {Path.cwd().parent}/output-{os.environ[MARK]}.txt")
+    result = json.loads(Path(path).read_text())
+    parts = [sum(t["seconds"] for t in result.values() if t["launches"] == which) for which in (False, True)]
+    print(f"{tests}: {parts[0]:.0f} s here, {parts[1]:.0f} s launched", flush=True)
+    return result
+
+
+def take(folder: Path, units: list[list[Any]], launched: bool, kept: set[int]) -> None:
+    traces: dict[str, dict] = {}
+    for source, number, part in units[:: -1 if int(os.environ[MARK]) % 2 else 1]:  # from both ends: less to trace
+        claim = folder / f"{'launched-' * launched}{source.replace('/', '.')}-{number:02d}.jsonl"
         try:
             file = open(claim, "x")  # noqa: SIM115
         except FileExistsError:
             continue
-        tests = [f"tests/{test}" for test in TESTS[source[len("shared/") : -len(".py")]].split()]
+        tests = TESTS[source[len("shared/") : -len(".py")]]
         code = Path(source).read_text()
-        if source not in limits:
-            began = time.monotonic()
-            if (result := meet(tests, 1800, kept))[0] != "survived":
-                raise SystemExit(f"{source}: the tests fail before any change: {result}")
-            limits[source] = 30 + 3 * (time.monotonic() - began)
-            print(f"{source}: {time.monotonic() - began:.0f} s a survivor", flush=True)
+        if tests not in traces:
+            traces[tests] = trace(tests)
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two changes within a second look alike
         with file:
@@ -203,13 +278,25 @@ def work(folder: Path, units: list[list[Any]]) -> None:
                 mutant, difference = changed(code, change)
                 began = time.monotonic()
                 Path(source).write_text(mutant)
-                outcome, test = meet(tests, limits[source], kept)
+                chosen = tests_for(traces[tests], launched, source, code, change["line"])
+                limit = 30 + 4 * sum(traces[tests][test]["seconds"] for test in chosen)
+                outcome, test = meet(chosen, limit, kept) if chosen else ("survived", "")
                 Path(source).write_text(code)
                 took = round(time.monotonic() - began, 1)
                 row = {**change, "change": difference, "outcome": outcome, "test": test, "seconds": took}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-    os.kill((kept - {os.getpid()}).pop(), signal.SIGKILL)
+
+
+def results(folder: Path, source: str) -> list[dict[str, Any]]:
+    """A row for each change: that of the launched tests where it has met them, too."""
+    rows = {}
+    for prefix in ("", "launched-"):
+        for file in sorted(folder.glob(f"{prefix}{source.replace('/', '.')}-*.jsonl")):
+            for line in file.read_text().splitlines():
+                row = json.loads(line)
+                rows[row["operator"], row["occurrence"]] = row
+    return list(rows.values())
 
 
 def report(folder: Path) -> None:
@@ -217,15 +304,12 @@ def report(folder: Path) -> None:
     known = json.loads((ROOT / "benchmarks" / "mutants.json").read_text())["equivalent"]
     for path in TESTS:
         source = f"shared/{path}.py"
-        files = sorted(folder.glob(f"{source.replace('/', '.')}-*.jsonl"))
-        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        if not rows:
-            continue
+        rows = results(folder, source)
         alive = [row for row in rows if row["outcome"] == "survived"]
         same = [row for row in alive if row["change"] in known.get(source, {})]
-        counted = len(rows) - len(same)
-        score = (len(rows) - len(alive)) / max(1, counted)
-        print(f"{source}: {len(rows)} changes, {len(same)} equivalent, {score:.1%} noticed")
+        if rows:
+            score = (len(rows) - len(alive)) / max(1, len(rows) - len(same))
+            print(f"{source}: {len(rows)} changes, {len(same)} equivalent, {score:.1%} noticed")
         for row in alive:
             if row not in same:
                 print(f"  {row['line']}: {row['operator'].removeprefix('core/')}")
@@ -238,11 +322,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", action="append", help="a file of shared/, as in TESTS; may be repeated")
     parser.add_argument("--lines", help="FIRST-LAST")
+    parser.add_argument("--launched", action="store_true", help="what survived meets the tests that launch")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     folder = options.folder.resolve()
     if options.what == "worker":
-        return work(folder, json.loads((folder / "units.json").read_text()))
+        return work(folder, json.loads((folder / "units.json").read_text()), options.launched)
     if options.what == "run":
         folder.mkdir(parents=True, exist_ok=True)
         first, last = map(int, (options.lines or "1-100000").split("-"))
@@ -250,11 +335,14 @@ def main() -> None:
         for path in TESTS:
             source = f"shared/{path}.py"
             if not options.only or source in options.only:
-                rows = [row for row in changes(source) if first <= row["line"] <= last]
+                rows = changes(source) if not options.launched else results(folder, source)
+                rows = [row for row in rows if first <= row["line"] <= last]
+                if options.launched:
+                    rows = [row for row in rows if row["outcome"] == "survived"]
                 units += [[source, k // CHUNK, rows[k : k + CHUNK]] for k in range(0, len(rows), CHUNK)]
         (folder / "units.json").write_text(json.dumps(units))
         print(f"{sum(len(part) for *_, part in units)} changes", flush=True)
-        own = [sys.executable, __file__, "worker", str(folder)]
+        own = [sys.executable, __file__, "worker", str(folder), *["--launched"] * options.launched]
         workers = [
             subprocess.Popen(own, env=os.environ | {MARK: str(number), "OMP_NUM_THREADS": "1"})
             for number in range(options.workers)
