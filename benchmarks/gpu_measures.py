@@ -31,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -679,6 +678,7 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     """Seconds that training stands still for a checkpoint of a 1.2B model with AdamW's state."""
     from shared.config.options import CheckpointConfig, FullSpeedConfig
     from shared.run.checkpoint import Checkpointer
+    from shared.run.prepared import Prepared
 
     accelerator = start_accelerator()
     length, rows = (64, 2) if toy else (2048, 4)
@@ -690,8 +690,9 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     config = template("pretrain").Config(
         speed=FullSpeedConfig(async_save=in_background), checkpoint=CheckpointConfig(save_total_limit=1)
     )
-    parts = {"models": {"model": loop.model}, "optimizers": loop.optimizers, "dir": folder, "config": config}
-    saver = Checkpointer(SimpleNamespace(strategy=loop.strategy, ema=None, kept={}, **parts), "none")  # type: ignore[arg-type]
+    run = Prepared(config, "pretrain", "tokens", loop.strategy.accelerator, loop.strategy, folder)
+    run.models["model"], run.optimizers = loop.model, loop.optimizers
+    saver = Checkpointer(run, "none")
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
     tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free

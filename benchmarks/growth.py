@@ -286,14 +286,17 @@ def save(options: argparse.Namespace) -> Callable[[], Any]:
 
     from shared.parallel.strategy import Strategy
     from shared.run.checkpoint import Checkpointer
+    from shared.run.prepared import Prepared
     from shared.run.state import TrainState
 
     config: Any = importlib.import_module("templates.pretrain").Config()
     run_dir = Path(options.folder, "run")
     run_dir.mkdir()
     model, optimizer = trained(options)
-    parts = {"models": {"model": model}, "optimizers": [optimizer], "dir": run_dir, "config": config}
-    saver = Checkpointer(SimpleNamespace(strategy=Strategy(Accelerator(cpu=True)), ema=None, kept={}, **parts), "")  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True)
+    run = Prepared(config, "pretrain", "tokens", accelerator, Strategy(accelerator), run_dir)
+    run.models["model"], run.optimizers = model, [optimizer]
+    saver = Checkpointer(run, "")
     saver.save(TrainState(step=1))
     return lambda: saver.save(TrainState(step=2))
 

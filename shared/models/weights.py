@@ -4,7 +4,7 @@ in.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import nn
 
 from shared.parallel import zero
 from shared.parallel.gradients import local_part, reshard
+from shared.parallel.kept import Kept, Read
 from shared.parallel.shards import whole
+from shared.process.printing import print_main
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
 
@@ -77,11 +79,16 @@ def average_buffers(accelerator: Accelerator, named: Mapping[str, torch.Tensor])
         buffer.copy_(mean.view_as(buffer))
 
 
-class WeightCopy:
-    """A second set of a model's trainable weights and buffers, sharded as the model's own are.
+class WeightCopy(Kept):
+    """A second set of a model's trainable weights and buffers, sharded as the model's own are,
+    which evaluations and final/ use: those that replicas agree on, or a moving average.
 
-    Made after `sharding.prepare`, as a copy of the present ones. `Checkpointer` saves it. For the
-    moving average of the weights (`--ema_decay`), and for those that replicas agree on.
+    Made after `sharding.prepare`, as a copy of the present ones.
+
+    Attributes:
+        live: the model's, by name.
+        copies: the second set.
+        buffers: of these, the buffers.
     """
 
     @torch.no_grad()
@@ -92,14 +99,20 @@ class WeightCopy:
         }
         buffers = persistent_buffers(self.model)
         self.live = live | buffers
-        self.tensors = {name: value.clone() for name, value in self.live.items()}
-        self.buffers = {name: self.tensors[name] for name in buffers}
+        self.copies = {name: value.clone() for name, value in self.live.items()}
+        self.buffers = {name: self.copies[name] for name in buffers}
 
     @torch.no_grad()
     def begin(self) -> None:
         """Be a copy of the model's present weights."""
         for name, value in self.live.items():
-            self.tensors[name].copy_(value)
+            self.copies[name].copy_(value)
+
+    def after(self, step: int) -> None:
+        """What is due after optimizer step `step`."""
+
+    def tensors(self, step: int) -> dict[str, Any]:
+        return self.copies
 
     @torch.no_grad()
     def average_in(self, decay: float) -> None:
@@ -107,7 +120,7 @@ class WeightCopy:
         Integers are taken over.
         """
         pairs = [
-            (local_part(self.tensors[name]), local_part(value)) for name, value in self.live.items()
+            (local_part(self.copies[name]), local_part(value)) for name, value in self.live.items()
         ]
         floats = [pair for pair in pairs if pair[0].is_floating_point()]
         torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
@@ -127,12 +140,32 @@ class WeightCopy:
     @torch.no_grad()
     def swap(self) -> None:
         for name, value in self.live.items():
-            mine = local_part(self.tensors[name])
+            mine = local_part(self.copies[name])
             theirs = local_part(value)
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)
         reshard(self.model)  # or a forward would go on with the gathered weights of the one before
+
+
+class MovingAverage(WeightCopy):
+    """The exponential moving average of a model's weights (`--ema_decay`)."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float) -> None:
+        super().__init__(accelerator, model)
+        self.decay = decay
+
+    def after(self, step: int) -> None:
+        self.average_in(min(self.decay, step / (9 + step)))  # lower at first
+
+    def load(self, read: Read, saved: Set[str], step: int) -> None:
+        if saved:
+            return read(self.copies)
+        self.begin()
+        print_main(f"the moving average begins at the weights of step {step}")
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        return {name: b for name, b in self.buffers.items() if b.is_floating_point()}
 
 
 @contextlib.contextmanager

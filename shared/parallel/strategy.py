@@ -1,6 +1,6 @@
 """The parts of a step and of a checkpoint that differ between parallel strategies."""
 
-from collections.abc import Callable, Container
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
 from shared.parallel.gradients import gradient_norm, keeps_gradients, local_part
+from shared.parallel.kept import Kept
 from shared.process import faults
 from shared.process.errors import ConfigError
 
@@ -26,8 +27,8 @@ class Strategy:
         title: name of the strategy in the error of `require`.
         lacks: features that it does not have, as `require` names them.
         group: the process group whose ranks share one model; None: all ranks.
-        agreed: the weights of evaluations, checkpoints and final/, if replicas train apart. None:
-            the model's own.
+        average: a `WeightCopy`, the weights of evaluations and final/, if replicas train apart.
+            None: the model's own.
         prefix: begins the names of weights and optimizer state in checkpoints, if each rank has its
             own; else empty.
         apart: a text for checkpoints that says how many replicas train apart; else empty.
@@ -37,7 +38,7 @@ class Strategy:
     title = ""
     lacks: frozenset[str] = frozenset()
     group: Any = None
-    agreed: Any = None
+    average: Any = None
     prefix = ""
     apart = ""
     can_skip = True
@@ -127,34 +128,13 @@ class Strategy:
 
     # Checkpoints ----------------------------------------------------------------------------------
 
-    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """Tensors of its own that a checkpoint holds, by name; loaded in place.
-
-        Args:
-            saved: names in the checkpoint that is to be loaded.
-        """
+    def kept(self) -> dict[str, Kept]:
+        """What it keeps in checkpoints, by prefix, beside models and optimizers."""
         return {}
 
-    def gather(
-        self, trainable: dict[str, nn.Parameter], step: int
-    ) -> dict[str, torch.Tensor] | None:
-        """Weights and optimizer state by their names in checkpoints, where they do not lie in
-        parameters and optimizers; else None.
-        """
+    def engine(self, trainable: Mapping[str, nn.Parameter]) -> Kept | None:
+        """What holds weights and optimizer state, if parameters and optimizers do not."""
         return None
-
-    def scatter(
-        self,
-        trainable: dict[str, nn.Parameter],
-        step: int,
-        read: Callable[[dict[str, torch.Tensor]], None],
-    ) -> bool:
-        """Load what `gather` names, through `read`. False if that is nothing.
-
-        Args:
-            read: fills tensors, whole ones, by name from the checkpoint.
-        """
-        return False
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:

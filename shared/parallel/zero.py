@@ -5,7 +5,7 @@ name, they give a ZeRO run the same checkpoints as any other: no pickles, and th
 or in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import OptimConfig
+from shared.parallel.kept import Kept, Read
 from shared.parallel.strategy import Strategy
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError
@@ -92,15 +93,24 @@ class DeepSpeed(Strategy):
     def update(self, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
         faults.point("update")
 
-    def gather(
-        self, trainable: dict[str, nn.Parameter], step: int
-    ) -> dict[str, torch.Tensor] | None:
+    def engine(self, trainable: Mapping[str, nn.Parameter]) -> Kept:
+        return Engine(self.accelerator, trainable)
+
+
+class Engine(Kept):
+    """Weights and moments, read out of DeepSpeed's engine and put into it, by parameter."""
+
+    def __init__(self, accelerator: Accelerator, trainable: Mapping[str, nn.Parameter]) -> None:
+        self.accelerator = accelerator
+        self.trainable = trainable
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Whole, in the main rank's memory; empty on the others."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         _link_moments(self.accelerator.deepspeed_engine_wrapped.engine.optimizer)
         tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in trainable.items():
+        for name, parameter in self.trainable.items():
             values = {f"model.{name}": full_weight(parameter)}
             for key in MOMENTS:
                 values[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key)
@@ -111,12 +121,7 @@ class DeepSpeed(Strategy):
                 tensors[f"optimizer.{name}.step"] = torch.tensor(float(step))
         return tensors
 
-    def scatter(
-        self,
-        trainable: dict[str, nn.Parameter],
-        step: int,
-        read: Callable[[dict[str, torch.Tensor]], None],
-    ) -> bool:
+    def load(self, read: Read, saved: Set[str], step: int) -> None:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -129,7 +134,7 @@ class DeepSpeed(Strategy):
             # for the fused kernel
             zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)
         _link_moments(zero)
-        for name, parameter in trainable.items():
+        for name, parameter in self.trainable.items():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             weight = torch.empty(shape, device=self.accelerator.device)
             moments = {key: torch.empty(shape, device=self.accelerator.device) for key in MOMENTS}
@@ -142,7 +147,6 @@ class DeepSpeed(Strategy):
                 safe_set_full_optimizer_state(parameter, value, key)
             with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
                 parameter.copy_(weight)  # what the next forward computes with
-        return True
 
 
 def holds(tensor: torch.Tensor) -> bool:

@@ -8,20 +8,19 @@ numbers are not saved, because they depend on the step alone.
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shared.config import parse as configs
 from shared.models.hub import identity_of_frozen
-from shared.models.weights import average_buffers, persistent_buffers
+from shared.models.weights import average_buffers
 from shared.parallel.gradients import local_part, reshard
 from shared.process import faults
 from shared.process.collectives import on_main
@@ -38,14 +37,10 @@ from shared.run.checkpoint_files import (
     verify,
     write_manifest,
 )
+from shared.run.prepared import Prepared
 from shared.run.state import TrainState
 from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
-from shared.training import optim
-from shared.training.low_memory import state_tensors
-
-if TYPE_CHECKING:
-    from shared.run.setup import Setup
-
+from shared.run.trained import kept_of
 
 PACKAGES = ("torch", "accelerate", "transformers")
 
@@ -54,35 +49,17 @@ class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
     Args:
-        setup: of the run, with all models prepared; final/ is made of "model".
+        prepared: the run, with all models prepared.
         data: fingerprint of the samples; resuming with others is refused.
     """
 
-    def __init__(self, setup: "Setup", data: str) -> None:
-        strategy = self.strategy = setup.strategy
+    def __init__(self, prepared: Prepared, data: str) -> None:
+        strategy = self.strategy = prepared.strategy
         accelerator = self.accelerator = strategy.accelerator
-        config = self.config = setup.config
-        self.ema = setup.ema
-        self.extra = setup.kept
-        self.run_dir = setup.dir
-        self.optimizers = setup.optimizers
-        self.trainable: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        for name, model in setup.models.items():
-            prefix = "" if name == "model" else f"{name}/"
-            whole = accelerator.unwrap_model(model)
-            reshard(whole)  # gathered weights are other Parameter objects
-            # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first
-            # alone.
-            self.trainable |= {
-                prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
-            }
-            self.buffers |= _named(prefix, persistent_buffers(whole))
-        self.name_of = {p: name for name, p in self.trainable.items()}
-        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
-        # by name in a checkpoint: BatchNorm's, which each rank has of the images that it saw
-        self.statistics = {name: b for name, b in live.items() if b.is_floating_point()}
-        self.model = accelerator.unwrap_model(setup.models["model"])
+        config = self.config = prepared.config
+        self.run_dir = prepared.dir
+        self.kept = kept_of(prepared)
+        self.model = accelerator.unwrap_model(prepared.models["model"])
         settings = configs.flatten(config)
         self.facts = {  # of the run, in each manifest
             "folder": redact(str(self.run_dir)),
@@ -107,41 +84,20 @@ class Checkpointer:
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
                 )
 
-    def _live(self, step: int, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """The live tensors by name: trained parameters, buffers, optimizers.
-
-        What all ranks share has its own name. What a rank has alone begins with `rankN.`: it is
-        read back if as many ranks resume, else the shared value is. Replicas that agree now and
-        then (--sync_every) have weights of their own, under the strategy's prefix, and those that
-        they agreed on, which evaluations use.
-        """
-        tensors = _named("extra.", self.extra) | self.strategy.tensors(saved)
-        if self.strategy.agreed:
-            tensors |= _named("model.", self.strategy.agreed.tensors)
-        if self.ema:
-            tensors |= _named("ema.", self.ema.tensors)
-        own = _named("model.", self.buffers)
-        of_engine = self.strategy.gather(self.trainable, step)  # DeepSpeed's
-        if of_engine is not None:
-            return tensors | own | of_engine
-        own |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
-        for optimizer in self.optimizers:
-            for parameter, key, value in state_tensors(optimizer):
-                own[f"optimizer.{self.name_of[parameter]}.{key}"] = value
-        if prefix := self.strategy.prefix:
-            own = {prefix + name: local_part(value) for name, value in own.items()}
-        return tensors | own
-
     def _to_save(self, step: int) -> dict[str, torch.Tensor]:
-        """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
-        as many ranks.
+        """All tensors by name. What all ranks share has its own name. What a rank has alone begins
+        with `rankN.`: it is read back if as many ranks resume, else the shared value is.
         """
-        tensors = self._live(step)
+        tensors: dict[str, torch.Tensor] = {}
+        statistics: dict[str, torch.Tensor] = {}
+        for prefix, kept in self.kept.items():
+            tensors |= _named(prefix, kept.tensors(step))
+            statistics |= _named(prefix, kept.statistics())
         if self.accelerator.num_processes > 1 and not self.strategy.apart:
             # saving changes nothing in the live model
-            mean = {name: value.clone() for name, value in self.statistics.items()}
+            mean = {name: value.clone() for name, value in statistics.items()}
             average_buffers(self.accelerator, mean)
-            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", self.statistics)
+            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", statistics)
         return tensors
 
     def save(self, state: TrainState) -> None:
@@ -309,23 +265,6 @@ class Checkpointer:
         print_main(f"resumed from {folder} at step {state.step}")
         return state
 
-    def _drop_unsaved(self, saved: Container[str]) -> None:
-        """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
-        of another --optim.
-        """
-        new = set()
-        for optimizer in self.optimizers:
-            for parameter, key, _ in [*state_tensors(optimizer)]:
-                name = self.name_of[parameter]
-                if f"{self.strategy.prefix}optimizer.{name}.{key}" not in saved:
-                    optimizer.state.pop(parameter, None)
-                    new.add(name)
-        if new:
-            print_main(
-                f"warning: {len(new)} parameters, such as {min(new)}, have no optimizer state in "
-                "the checkpoint, and begin with a new optimizer state"
-            )
-
     def load_best(self, step: int) -> bool:
         """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
         calls this.
@@ -345,7 +284,8 @@ class Checkpointer:
         as_many = manifest["world_size"] == self.accelerator.num_processes
         of_rank = saved if as_many and not self.strategy.apart else ()
 
-        def fill(tensors: dict[str, torch.Tensor]) -> None:
+        def fill(prefix: str, tensors: dict[str, torch.Tensor]) -> None:
+            tensors = _named(prefix, tensors)
             tensors = {
                 own + name if own + name in of_rank else name: t for name, t in tensors.items()
             }
@@ -361,22 +301,9 @@ class Checkpointer:
                     f"{folder}: does not fit this model and optimizer ({problems[0]})"
                 )
 
-        if self.strategy.scatter(self.trainable, manifest["step"], fill):
-            fill(_named("model.", self.buffers))
-            return
-        for optimizer in self.optimizers:
-            optim.fill_state(optimizer)
-        self._drop_unsaved(saved)
-        tensors = self._live(manifest["step"], saved)
-        begins = not any(name.startswith("ema.") for name in saved)
-        if begins:
-            tensors = {
-                name: value for name, value in tensors.items() if not name.startswith("ema.")
-            }
-        fill(tensors)
-        if self.ema and begins:
-            self.ema.begin()
-            print_main(f"the moving average begins at the weights of step {manifest['step']}")
+        for prefix, kept in self.kept.items():
+            names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+            kept.load(partial(fill, prefix), names, manifest["step"])
 
 
 def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -28,13 +28,11 @@ from shared.process.collectives import wait_for_main
 from shared.process.files import keep_json_lines
 from shared.process.printing import print_main
 from shared.run.plots import draw_curves
+from shared.run.prepared import Prepared
 from shared.run.profiling import start_profile
 from shared.run.state import TrainState
 from shared.run.tracking import Tracker
 from shared.training.step import Step
-
-if TYPE_CHECKING:
-    from shared.run.setup import Setup
 
 T = TypeVar("T")
 
@@ -47,7 +45,7 @@ class Logger:
     alike.
 
     Args:
-        setup: of the run.
+        prepared: of the run.
         state: resumed or new; a tracker's run id is put into it.
         total_steps: optimizer steps of the whole run.
         flops: floating-point operations of forward and backward for one token or image, for MFU;
@@ -55,35 +53,37 @@ class Logger:
     """
 
     def __init__(
-        self, setup: "Setup", state: TrainState, total_steps: int, flops: float | None
+        self, prepared: Prepared, state: TrainState, total_steps: int, flops: float | None
     ) -> None:
-        accelerator = self.accelerator = setup.accelerator
-        config = setup.config
+        accelerator = self.accelerator = prepared.accelerator
+        config = prepared.config
         self.state = state
         # of pairs, tokens pass through the model
-        self.passed = "tokens" if setup.unit == "pairs" else setup.unit
-        self.unit = setup.unit
+        self.passed = "tokens" if prepared.unit == "pairs" else prepared.unit
+        self.unit = prepared.unit
         self.flops = flops
         self.first = state.step
         self.total_steps = total_steps
         self.best_metric: str = config.evaluation.metric_for_best_model
         self.main = accelerator.is_main_process
-        self.file = setup.dir / "metrics.jsonl"
+        self.file = prepared.dir / "metrics.jsonl"
         if self.main:
             # not what a killed run logged after the checkpoint that is resumed
             keep_json_lines(self.file, partial(_is_of, state))
-        self.tracker = Tracker(setup, state)
+        self.tracker = Tracker(prepared, state)
         self.recorder = (
-            audit.Recorder(accelerator, setup.dir, state.step) if config.log.audit_data else None
+            audit.Recorder(accelerator, prepared.dir, state.step) if config.log.audit_data else None
         )
         self.profile = None
         if config.log.profile and self.main:
-            self.profile = start_profile(setup.dir, total_steps - state.step)
+            self.profile = start_profile(prepared.dir, total_steps - state.step)
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         # a log file gets lines instead
         quiet = not self.main or not sys.stderr.isatty()
         self.bar_of = partial(tqdm, leave=False, dynamic_ncols=True, disable=quiet)
-        self.bar = self.bar_of(total=total_steps, initial=state.step, desc=setup.name, unit="step")
+        self.bar = self.bar_of(
+            total=total_steps, initial=state.step, desc=prepared.name, unit="step"
+        )
         self._begin_interval()
         # resumed within an interval; with another number of processes, each has an equal share
         saved = state.interval

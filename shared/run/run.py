@@ -15,7 +15,7 @@ There are no callbacks. To change the step, edit the template. To change the res
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,12 +34,10 @@ from shared.run import exits, launch
 from shared.run.checkpoint import Checkpointer
 from shared.run.guard import Guard
 from shared.run.metrics import Logger
+from shared.run.prepared import Prepared
 from shared.run.state import TrainState
 from shared.training import optim
 from shared.training.step import Step
-
-if TYPE_CHECKING:
-    from shared.run.setup import Setup
 
 T = TypeVar("T")
 
@@ -48,7 +46,7 @@ class Run:
     """A run, as `Setup.start` returns it. All ranks call the same methods in the same order.
 
     Args:
-        setup: what was prepared.
+        prepared: the run before its first step.
         train: the training data: a `Loader` or `Stream`.
         saver: saves and loads its checkpoints.
         state: resumed or new.
@@ -66,29 +64,29 @@ class Run:
 
     def __init__(
         self,
-        setup: "Setup",
+        prepared: Prepared,
         train: Any,
         saver: Checkpointer,
         state: TrainState,
         total_steps: int,
         flops: float | None,
     ) -> None:
-        config = self.config = setup.config
-        self.accelerator = setup.accelerator
-        self.device = setup.device
-        self.is_main = setup.is_main
-        self.strategy = setup.strategy
-        self.dir = setup.dir
-        self.models = setup.models
-        self.optimizers = setup.optimizers
-        self.ema = setup.ema
+        config = self.config = prepared.config
+        self.accelerator = prepared.accelerator
+        self.device = prepared.device
+        self.is_main = prepared.is_main
+        self.strategy = prepared.strategy
+        self.dir = prepared.dir
+        self.models = prepared.models
+        self.optimizers = prepared.optimizers
+        self.average = prepared.average
         self.train = train
         self.saver = saver
         self.state = state
         self.total_steps = total_steps
         self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
         self.save_steps = config.checkpoint.every(total_steps)
-        self.logger = Logger(setup, state, total_steps, flops)
+        self.logger = Logger(prepared, state, total_steps, flops)
         self.guard = Guard(
             self.strategy,
             list(self.models.values()),
@@ -166,10 +164,8 @@ class Run:
             raise RuntimeError(
                 "call step.update() before an evaluation and before the end of the loop's body"
             )
-        if self.ema:
-            done = self.state.step - 1
-            # lower at first
-            self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))
+        if self.average:
+            self.average.after(self.state.step)
         self.state.targets += step.num_targets
         exits.at_step(self.state.step)
         self.strategy.after(self.state.step, self.total_steps)
@@ -212,8 +208,7 @@ class Run:
         """
         self._complete_step()
         self._stop_if_asked(now=True)
-        other = self.strategy.agreed or self.ema
-        weights = evaluation_weights(self.accelerator, self.unwrap(model), other)
+        weights = evaluation_weights(self.accelerator, self.unwrap(model), self.average)
         try:
             with self.logger.pause(), weights, in_eval_mode(model), torch.no_grad():
                 yield
@@ -281,9 +276,9 @@ class Run:
             self.state.results = self.state.latest
         elif best:
             print_main(f"best by {metric}: step {best}, {self.state.results[f'eval_{metric}']:.4f}")
-        if other := self.strategy.agreed or self.ema:
-            other.swap()
-        self.strategy.agreed = self.ema = None  # later evaluations measure what final/ holds
+        if self.average:
+            self.average.swap()
+        self.average = None  # later evaluations measure what final/ holds
         average_buffers(self.accelerator, persistent_buffers(self.unwrap(self.models["model"])))
 
     @property

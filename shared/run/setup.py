@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from shared.config import parse as configs
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import compile_blocks
-from shared.models.weights import WeightCopy
+from shared.models.weights import MovingAverage
+from shared.parallel.kept import Tensors
 from shared.parallel.strategy import Strategy
 from shared.parallel.zero import strategy_of
 from shared.process.collectives import on_main
@@ -33,6 +33,7 @@ from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import find, refuse_changes
 from shared.run.folder import open_run
+from shared.run.prepared import Prepared
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
 from shared.run.state import better
@@ -50,7 +51,7 @@ def _is_open(value: Any) -> bool:
     return not value and value is not False
 
 
-class Setup:
+class Setup(Prepared):
     """A run before its first step. All ranks call the same methods in the same order.
 
     Args:
@@ -76,24 +77,14 @@ class Setup:
         unit: str = "tokens",
         strategy: Callable[[Accelerator], Strategy] = strategy_of,
     ) -> None:
-        self.config = config
-        self.name = name
-        self.unit = unit
         speed = config.speed
-        self.accelerator = launch.start(
+        accelerator = launch.start(
             config.batch.seed,
             log_with=tracking.tracker_name(config.log.report_to),
             timeout=speed.ddp_timeout,
             deterministic=speed.deterministic,
         )
-        self.strategy = strategy(self.accelerator)
-        self.device = self.accelerator.device
-        self.is_main = self.accelerator.is_main_process
-        self.dir = Path()
-        self.models: dict[str, nn.Module] = {}
-        self.optimizers: list[Any] = []
-        self.ema: WeightCopy | None = None
-        self.kept: dict[str, torch.Tensor] = {}
+        super().__init__(config, name, unit, accelerator, strategy(accelerator))
         self._chosen: list[str] = []
         self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
         # preprocessing makes no run folder, and compiles nothing
@@ -164,9 +155,12 @@ class Setup:
             model, optimizers = self.strategy.prepare(model, optimizers, options)
         self.models[name] = model
         self.optimizers += optimizers
-        if name == "model" and self.config.evaluation.ema_decay:
-            self.strategy.require("--ema_decay")
-            self.ema = WeightCopy(self.accelerator, model)
+        if name == "model":
+            self.average = self.strategy.average
+            if decay := self.config.evaluation.ema_decay:
+                self.strategy.require("--ema_decay")
+                self.average = MovingAverage(self.accelerator, model, decay)
+                self.kept["ema."] = self.average
         return model, optimizers
 
     def compile(
@@ -215,7 +209,7 @@ class Setup:
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume."""
         self.strategy.require("Setup.keep")
-        self.kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self.kept[f"extra.{name}."] = Tensors(tensors)
 
     def rehearse(
         self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1

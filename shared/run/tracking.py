@@ -6,16 +6,14 @@ import secrets
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.config import parse as configs
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 from shared.process.redaction import redact
+from shared.run.prepared import Prepared
 from shared.run.state import TrainState
-
-if TYPE_CHECKING:
-    from shared.run.setup import Setup
 
 
 def tracker_name(report_to: str) -> str | None:
@@ -39,22 +37,22 @@ class Tracker:
     on without it. Every rank may make one and call it; the main rank acts.
 
     Args:
-        setup: of the run.
+        prepared: of the run.
         state: W&B's run id is put into it.
     """
 
-    def __init__(self, setup: "Setup", state: TrainState) -> None:
-        self.accelerator = setup.accelerator
-        self.run_dir = setup.dir
+    def __init__(self, prepared: Prepared, state: TrainState) -> None:
+        self.accelerator = prepared.accelerator
+        self.run_dir = prepared.dir
         self.state = state
-        config = setup.config.log
-        self.name = tracker_name(config.report_to) if setup.is_main else None
+        config = prepared.config.log
+        self.name = tracker_name(config.report_to) if prepared.is_main else None
         if self.name is None:
             return
-        project = redact(config.project_name or setup.name)
-        settings = redact(configs.flatten(setup.config))
+        project = redact(config.project_name or prepared.name)
+        settings = redact(configs.flatten(prepared.config))
         if self.name == "wandb":
-            self._start_wandb(project, redact(config.run_name or setup.dir.name), settings)
+            self._start_wandb(project, redact(config.run_name or prepared.dir.name), settings)
         else:
             self._start(project, settings)
 

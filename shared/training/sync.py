@@ -5,7 +5,7 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
-from collections.abc import Container
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers
 from shared.parallel import sharding
 from shared.parallel.gradients import local_part
+from shared.parallel.kept import Kept, Read, Tensors
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
 from shared.process.errors import ConfigError
@@ -34,7 +35,7 @@ class Replicas(Strategy):
 
     Attributes:
         count: of replicas.
-        agreed: the agreed weights, the same on all replicas.
+        average: the agreed weights, the same on all replicas.
         group: the ranks of this replica.
 
     Raises:
@@ -86,11 +87,11 @@ class Replicas(Strategy):
     @torch.no_grad()
     def begin(self, model: nn.Module) -> None:
         """Agree on the present weights of a model, the same on all ranks."""
-        self.agreed = WeightCopy(self.accelerator, model)
+        self.average = WeightCopy(self.accelerator, model)
         self.momentum = {
             name: torch.zeros_like(value)
-            for name, value in self.agreed.tensors.items()
-            if name not in self.agreed.buffers
+            for name, value in self.average.copies.items()
+            if name not in self.average.buffers
         }
         self.fragments = self._cut()
 
@@ -132,11 +133,11 @@ class Replicas(Strategy):
             self._send(part)
             if last or not delay:
                 self._apply(part, 0.0)
-        if (last or 0 in arriving) and self.agreed.buffers:
-            live = {name: self.agreed.live[name] for name in self.agreed.buffers}
+        if (last or 0 in arriving) and self.average.buffers:
+            live = {name: self.average.live[name] for name in self.average.buffers}
             average_buffers(self.accelerator, live)
             for name, value in live.items():
-                self.agreed.buffers[name].copy_(value)
+                self.average.buffers[name].copy_(value)
 
     def _pairs(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's
@@ -144,7 +145,7 @@ class Replicas(Strategy):
         """
         own, agreed, momentum = (
             [local_part(tensors[name]) for name in self.fragments[part]]
-            for tensors in (self.agreed.live, self.agreed.tensors, self.momentum)
+            for tensors in (self.average.live, self.average.copies, self.momentum)
         )
         return [*zip(own, agreed, momentum, strict=True)]
 
@@ -157,18 +158,26 @@ class Replicas(Strategy):
             work = dist.all_reduce(total, group=self.across, async_op=True)
         self.flights[part] = total, work
 
-    def _landed(self, part: int) -> torch.Tensor:
+    def landed(self, part: int) -> torch.Tensor:
         """What was sent of a fragment, summed over replicas: [values of this rank's shards]."""
         total, work = self.flights[part]
         if work is not None:
             work.wait()
         return total
 
+    def make_room(self, parts: Sequence[int]) -> None:
+        """Let these fragments, and no others, be on their way."""
+        device = self.accelerator.device
+        self.flights = {}
+        for part in sorted(parts):
+            size = sum(own.numel() for own, _, _ in self._pairs(part))
+            self.flights[part] = torch.zeros(size, dtype=self.dtype, device=device), None
+
     def _apply(self, part: int, alpha: float) -> None:
         # without a delay it is applied already; and if the run was prolonged, at the former end
         if part not in self.flights:
             return
-        total = self._landed(part).float() / self.count
+        total = self.landed(part).float() / self.count
         del self.flights[part]
         pairs = self._pairs(part)
         rate = self.options.outer_learning_rate
@@ -182,13 +191,23 @@ class Replicas(Strategy):
 
     # Checkpoints ----------------------------------------------------------------------------------
 
-    def tensors(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """The outer momentum, and what is on its way to this rank."""
-        prefix = f"{self.prefix}flight."
-        for part in range(len(self.fragments)):
-            if f"{prefix}{part}" in saved:  # make room for it
-                size = sum(own.numel() for own, _, _ in self._pairs(part))
-                room = torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
-                self.flights[part] = room, None
-        tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
-        return tensors | {f"{prefix}{part}": self._landed(part) for part in self.flights}
+    def kept(self) -> dict[str, Kept]:
+        return {
+            "model.": self.average,
+            "outer.": Tensors(self.momentum),
+            f"{self.prefix}flight.": Flights(self),
+        }
+
+
+class Flights(Kept):
+    """What is on its way to this rank, by number of the fragment."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        return {str(part): self.replicas.landed(part) for part in self.replicas.flights}
+
+    def load(self, read: Read, saved: Set[str], step: int) -> None:
+        self.replicas.make_room([int(part) for part in saved])
+        read(self.tensors(step))

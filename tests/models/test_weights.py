@@ -6,8 +6,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.models.weights import MovingAverage, WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
+from shared.parallel.kept import Tensors
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import find
 from shared.run.state import TrainState
@@ -81,18 +82,18 @@ def test_gathered_weights_are_copies_of_all_or_of_the_trained(accelerator, model
 
 def test_a_copy_holds_what_is_trained_and_the_buffers(accelerator, model):
     copy = WeightCopy(accelerator, model)
-    assert copy.tensors.keys() == TRAINED | BUFFERS
+    assert copy.copies.keys() == TRAINED | BUFFERS
     assert copy.buffers.keys() == BUFFERS
-    assert all(copy.buffers[name] is copy.tensors[name] for name in BUFFERS)
+    assert all(copy.buffers[name] is copy.copies[name] for name in BUFFERS)
     before = state(model)
     change(model, 0)
-    assert_equal(copy.tensors, {name: before[name] for name in copy.tensors})
+    assert_equal(copy.copies, {name: before[name] for name in copy.copies})
 
 
 @pytest.mark.parametrize("decays", [[0.1, 0.5, 0.75, 0.99, 0.999], [1.0]])
 def test_the_average_is_that_of_a_loop(accelerator, model, decays):
     copy = WeightCopy(accelerator, model)
-    expected = {name: value.double() for name, value in copy.tensors.items()}
+    expected = {name: value.double() for name, value in copy.copies.items()}
     for step, decay in enumerate(decays):
         change(model, step)
         now = state(model)
@@ -100,11 +101,11 @@ def test_the_average_is_that_of_a_loop(accelerator, model, decays):
         for name in expected:
             whole = not now[name].is_floating_point()
             expected[name] = now[name] if whole else decay * expected[name] + (1 - decay) * now[name].double()
-    for name, value in copy.tensors.items():
+    for name, value in copy.copies.items():
         assert value.dtype == now[name].dtype
         torch.testing.assert_close(value.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
-    assert copy.tensors["seen"].tolist() == [1 + len(decays), 2 + len(decays)]
-    assert copy.tensors["layers.1.num_batches_tracked"] == len(decays)
+    assert copy.copies["seen"].tolist() == [1 + len(decays), 2 + len(decays)]
+    assert copy.copies["layers.1.num_batches_tracked"] == len(decays)
     assert_equal(state(model), now)  # the model is not touched
 
 
@@ -125,13 +126,13 @@ def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerat
         try:
             with copy.swapped_in():
                 assert_equal(state(model), old)
-                assert_equal(copy.tensors, {name: new[name] for name in copy.tensors})
+                assert_equal(copy.copies, {name: new[name] for name in copy.copies})
                 if fails:
                     raise Boom
         except Boom:
             assert fails
         assert_equal(state(model), new)
-        assert_equal(copy.tensors, {name: old[name] for name in copy.tensors})
+        assert_equal(copy.copies, {name: old[name] for name in copy.copies})
     assert places == {name: p.data_ptr() for name, p in model.named_parameters()}  # an optimizer still knows them
     model(x)
 
@@ -164,9 +165,9 @@ def begin(folder):
     model = Subject()
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
-    ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
+    ema, momentum = MovingAverage(accelerator, model, 0.9), torch.zeros(3)
     folder.mkdir(exist_ok=True)
-    more = {"ema": ema, "kept": {"outer.momentum": momentum}}
+    more = {"kept": {"ema.": ema, "outer.": Tensors({"momentum": momentum})}}
     saver = Checkpointer(setup_of(accelerator, model, optimizers, folder, SmallConfig(), **more), "abc")
     return model, optimizers, ema, momentum, saver
 
@@ -191,20 +192,20 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
     assert saver.resume(find(saver.run_dir, None)).step == 3
     train(*again, 3, 6)
     assert_equal(state(again[0]), state(run[0]))
-    assert_equal(again[2].tensors, run[2].tensors)
-    assert not torch.equal(again[2].tensors["layers.0.weight"], state(again[0])["layers.0.weight"])
+    assert_equal(again[2].copies, run[2].copies)
+    assert not torch.equal(again[2].copies["layers.0.weight"], state(again[0])["layers.0.weight"])
     assert again[3].tolist() == run[3].tolist() == [15.0] * 3
 
 
 def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, capsys):
     *run, saver = begin(tmp_path / "run")
     train(*run, 0, 1)
-    saver.ema = None
+    del saver.kept["ema."]
     saver.save(TrainState(step=1))
-    *_, saver = begin(tmp_path / "run")
+    _, _, ema, _, saver = begin(tmp_path / "run")
     assert saver.resume(find(saver.run_dir, None)).step == 1
     assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
-    assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())
+    assert all(torch.equal(ema.copies[name], value) for name, value in ema.live.items())
 
 
 def test_what_a_model_always_keeps_in_fp32_is_written_so(accelerator, model):

@@ -4,7 +4,6 @@ import errno
 import json
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from shared.run import checkpoint_files
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import CheckpointError, checkpoints, find, verify
 from shared.run.folder import _lock
+from shared.run.prepared import Prepared
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
@@ -49,8 +49,8 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
 
 def setup_of(accelerator, model, optimizers, folder, config, **more):
     """What a Checkpointer looks at."""
-    parts = {"models": {"model": model}, "optimizers": optimizers, "dir": folder, "config": config, "ema": None, "kept": {}}
-    return SimpleNamespace(strategy=Strategy(accelerator), **parts | more)
+    parts = {"models": {"model": model}, "optimizers": optimizers, "dir": folder}
+    return Prepared(config, "x", "tokens", accelerator, Strategy(accelerator), **parts | more)
 
 
 def train(model, optimizers, first, last):
