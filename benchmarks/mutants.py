@@ -137,7 +137,7 @@ class Trace:
 
 def function_at(code: str, line: int) -> str | None:
     """The name of the outermost function around a line, with its class; None outside of functions."""
-    places = [(ast.parse(code), "")]
+    places: list[tuple[ast.AST, str]] = [(ast.parse(code), "")]
     while places:
         parent, prefix = places.pop()
         for node in ast.iter_child_nodes(parent):
@@ -333,7 +333,7 @@ def main() -> None:
     if options.what == "run":
         folder.mkdir(parents=True, exist_ok=True)
         first, last = map(int, (options.lines or "1-100000").split("-"))
-        units = []
+        units: list[list[Any]] = []
         for path in TESTS:
             source = f"shared/{path}.py"
             if not options.only or source in options.only:
