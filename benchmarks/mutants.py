@@ -108,7 +108,8 @@ class Trace:
     """A pytest plugin: which functions of the changed files each test calls, how long it takes, whether it launches."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.tests = path, {}
+        self.path = path
+        self.tests: dict[str, dict] = {}
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         self.called: set[str] = set()
@@ -154,7 +155,9 @@ def tests_for(traced: dict[str, dict], rest: bool, source: str, code: str, line:
     """
     own = function_at(code, line)
     names = (f"{source}:{own}", f"{source}:{own}.<locals>")
-    quick, others, seconds = [], [], 0.0
+    quick: list[str] = []
+    others: list[str] = []
+    seconds = 0.0
     for name, test in sorted(traced.items(), key=lambda item: item[1]["seconds"]):
         if test["launches"]:
             others.append(name)
