@@ -122,8 +122,10 @@ class Trace:
             name = frame.f_code.co_filename
             if "/shared/" in name:
                 self.called.add(f"shared/{name.rpartition('/shared/')[2]}:{frame.f_code.co_qualname}")
-            elif frame.f_code.co_qualname in ("Launcher.run", "BaseProcess.start"):
+            elif frame.f_code.co_qualname == "Launcher.run":
                 self.launches = True
+            elif frame.f_code.co_qualname == "BaseProcess.start":
+                self.called.add("a fork")  # which may call anything
             elif frame.f_code is subprocess.Popen.__init__.__code__:
                 self.launches |= sys.executable in str(frame.f_locals["args"])
 
@@ -161,7 +163,7 @@ def tests_for(traced: dict[str, dict], rest: bool, source: str, code: str, line:
     for name, test in sorted(traced.items(), key=lambda item: item[1]["seconds"]):
         if test["launches"]:
             others.append(name)
-        elif own is None or any(c == names[0] or c.startswith(names[1]) for c in test["called"]):
+        elif own is None or any(c in (names[0], "a fork") or c.startswith(names[1]) for c in test["called"]):
             seconds += test["seconds"]
             (quick if seconds < QUICK else others).append(name)
     return others if rest else quick
