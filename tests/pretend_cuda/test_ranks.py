@@ -8,21 +8,8 @@ from tests.conftest import ROOT, slow
 from tests.pretend_cuda.test_templates import PRETRAIN, comparable
 
 # AdamW: DTensor's products of sharded matrices, which Muon needs, are beyond the pretend device.
-FLAGS = [
-    *PRETRAIN,
-    "--optim",
-    "adamw",
-    "--global_batch_size",
-    8,
-    "--max_steps",
-    4,
-    "--eval_steps",
-    4,
-    "--save_steps",
-    2,
-    "--logging_steps",
-    2,
-]
+FLAGS = [*PRETRAIN, "--optim", "adamw", "--global_batch_size", 8, "--max_steps", 4, "--eval_steps", 4]
+FLAGS += ["--save_steps", 2, "--logging_steps", 2]
 
 
 @pytest.fixture(scope="module")
