@@ -176,9 +176,6 @@ def test_tensors_hold_what_pictures_hold(kind, mode, tmp_path):
         assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.asarray(decode(source)))
 
 
-DEEP = "more than 8 bits a channel: convert it to 8, scaled by what is white"
-
-
 # What does not -------------------------------------------------------------------------------------------------------
 
 
@@ -187,15 +184,13 @@ DEEP = "more than 8 bits a channel: convert it to 8, scaled by what is white"
     [
         (b"", "the file is empty"),
         (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
-        (np.array([[0, 0x10000]], dtype=np.int32), DEEP),
-        (np.array([[0.5, 1e4]], dtype=np.float32), DEEP),
-        (np.array([[0, 0xFFFF]], dtype=np.uint16), DEEP),
+        (encoded(Image.fromarray(np.array([[0, 0x10000]], dtype=np.int32)), "TIFF"), "more than 8 bits a channel: convert"),
+        (encoded(Image.fromarray(np.array([[0.5, 1e4]], dtype=np.float32)), "TIFF"), "more than 8 bits a channel: convert"),
     ],
 )
 def test_what_is_no_image_says_why(content, expected, tmp_path):
-    content = content if isinstance(content, bytes) else encoded(Image.fromarray(content), "TIFF")
     for source in both(content, tmp_path):
-        assert reason(source) == expected
+        assert reason(source).startswith(expected)
     assert reason(tmp_path / "none.png") == "no such file"
 
 
@@ -857,27 +852,3 @@ def test_the_same_share_of_each_class_is_held_out_at_least_one_and_never_all(lab
 def test_a_class_is_split_without_regard_to_the_others(labels, percent, other):
     alone = hold_out(labels, percent)
     assert np.array_equal(hold_out(np.concatenate([labels, other]), percent)[: len(labels)], alone)
-
-
-# Class numbers -------------------------------------------------------------------------------------------------------
-
-
-def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
-    class_folders(tmp_path, {"cat": 2, "dog": 3, "eel": 4})
-    data = prepare(ImageConfig(train_dir=(tmp_path,)))
-    other = data.numbered_as(("eel", "cat", "dog"))
-    assert other.classes == ("eel", "cat", "dog")
-    assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))
-    assert other.train.labels.values.tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.labels.values.tolist()]
-    assert (other.identity, other.about) == (data.identity, data.about)
-    assert data.numbered_as(data.classes).train.labels.values.tolist() == data.train.labels.values.tolist()
-
-
-@settings(deadline=None, max_examples=50)
-@given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=8))
-def test_class_weights_are_inverse_to_the_counts_and_1_on_average_over_the_images(counts):
-    labels = np.repeat(np.arange(len(counts)), counts)
-    weights = Labels("single_label", tuple(map(str, counts)), labels).class_weights({}, ()).double().numpy()
-    assert weights[labels].mean() == pytest.approx(1, rel=1e-6)
-    products = weights * counts
-    assert products == pytest.approx(products[0], rel=1e-6)
