@@ -203,7 +203,7 @@ def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(tmp_path, rows,
     steps = ("--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4, "--metric_for_best_model", "none")
     flags += ["--model_name_or_path", tmp_path / "base", *data, *steps, "--per_device_train_batch_size"]
     run_here(template, "--output_dir", tmp_path / "one", *flags, 4)
-    one = Run(tmp_path / "one", 0, capsys.readouterr().out)
+    one = Run(tmp_path / "one", 0, "".join(capsys.readouterr()))
     two = run(template, tmp_path / "two", *flags, 2, processes=2, config=config)
     assert two.manifest(4)["strategy"].startswith(f"{config.upper()} x 2")
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
