@@ -114,7 +114,9 @@ def opened(file, model, **settings):
     tokenizer = load_tokenizer(model)
     vision = {name: settings.pop(name) for name in VisionConfig.__dataclass_fields__ if name in settings}
     kind = partial(ToImageSamples, processor=ImageProcessor(str(model), tokenizer), vision=VisionConfig(**vision))
-    options = ChatConfig(train_file=(str(file),), **{"validation_file": (str(file),), "seq_length": 1024} | settings)
+    # in this process: one that refuses data leaves its workers to the garbage collector, which waits 5 s for each
+    usual = {"validation_file": (str(file),), "seq_length": 1024, "preprocessing_num_workers": 0}
+    options = ChatConfig(train_file=(str(file),), **usual | settings)
     return chat.open_samples(options, tokenizer, kind)[0]
 
 
