@@ -163,6 +163,7 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
 
 BASE = ("--max_steps", 6, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
 BASE += ("--eval_samples", 5, "--show_answers", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
+BASE += ("--metric_for_best_model", "none")
 
 
 @pytest.fixture(scope="module")
