@@ -26,10 +26,10 @@ def learns(tiny_model):
 
 def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
     """slime#330 (2025): a template without tools wrote a call as an empty answer, and that was learned."""
-    with pytest.raises(ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"):
-        learns([USER, CALL, MORE, LAST])
-    with pytest.raises(ConfigError, match="empty answer"):
-        learns([USER, CALL, MORE, LAST], loss_on="all")
+    for template, loss_on in ((CHATML, "assistant"), (CHATML, "all"), (ENDLESS, "assistant")):
+        refusal = r"^here: .*nothing of what the assistant says in message 2, so an empty answer .* \('look' is missing\)"
+        with pytest.raises(ConfigError, match=refusal):
+            learns([USER, CALL, MORE, LAST], template, loss_on)
     assert learns([USER, {**CALL, "weight": 0}, MORE, LAST]) == ["it saw many<|im_end|>"]
 
 
@@ -74,6 +74,12 @@ def test_a_null_content_beside_calls_is_as_an_absent_one(learns, template, nothi
         assert learns([USER, turn, {"role": "tool", "content": "it saw"}, LAST], template) == written
 
 
+def test_a_call_that_begins_a_conversation_is_refused(learns):
+    """The header of an answer cannot be told from the name that is called."""
+    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+        learns([CALL, {"role": "tool", "content": "it saw"}, LAST], CALLS)
+
+
 def test_the_older_form_of_a_call_is_learned(learns):
     """OpenAI's `function_call` (2023) was passed over, and an empty answer was learned."""
     older = {"role": "assistant", "content": "", "function_call": CALL["tool_calls"][0]["function"]}
@@ -82,10 +88,10 @@ def test_the_older_form_of_a_call_is_learned(learns):
 
 def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
     """Phi-3's template passes over the role, and the answer was learned without what it rests on."""
-    messages = [USER, ANSWER, {"role": "tool", "content": "sunny"}, LAST]
+    messages = [USER, ANSWER, {"role": "tool", "content": "sunny " * 9}, LAST]
     dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
     assert len(learns(messages, dropping)) == 2
-    assert learns.noted("lost") == ["here, message 3: 'sunny'"]
+    assert learns.noted("lost") == [f"here, message 3: {('sunny ' * 9)[:40]!r}"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] 
 @pytest.mark.parametrize(
     ("template", "answer", "lost"),
     [
-        (CHATML, {**ANSWER, "reasoning_content": "since a line"}, "since a line"),
+        (CHATML, {**ANSWER, "reasoning_content": "since a line " * 9}, ("since a line " * 9)[:40]),
         (CHATML, {**ANSWER, "tool_calls": CALL["tool_calls"]}, "look"),
         (STRIPPED, {**ANSWER, "content": "<think>since</think>says what"}, "<think>since</think>says what"),
     ],
@@ -122,6 +128,22 @@ def test_words_that_the_template_does_not_write_are_counted(learns, template, an
     body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
     learns([USER, written], headed(body))
     assert learns.noted("lost") == []
+
+
+@pytest.mark.parametrize(
+    ("written", "is_whole"),
+    [
+        ("m['content'] | tojson", True),
+        ("m['content'] | tojson(ensure_ascii=True)", True),
+        ("('so ' + m['content'] + ' then') | tojson", True),
+        ("m['content'][1:] | tojson", False),
+        ("m['content'][:-1] | tojson", False),
+    ],
+)
+def test_an_answer_that_is_written_as_json_is_whole_or_not(learns, written, is_whole):
+    template = headed(marked(f"{{{{ {written} }}}}<|im_end|>"))
+    learns([USER, {**ANSWER, "content": 'é "says"\n what'}], template)
+    assert (learns.noted("lost") == []) == is_whole
 
 
 def said(capsys) -> list[str]:
@@ -269,6 +291,9 @@ def test_a_completion_that_ends_in_a_special_token_that_is_no_end_gets_one(learn
     """alpaca_lora_4bit#35 (2023), where the last word is a special token."""
     for last, end in (("<|pause|>", "<|endoftext|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")):
         assert learns({"prompt": "a line", "completion": " says" + last}) == [" says" + last + end]
+        assert learns.noted("special") == [f"here: {last!r}"]
+    assert learns([{**USER, "content": "a <|pause|>"}, ANSWER]) == ["says what<|im_end|>"]
+    assert learns.noted("special") == ["here, message 1: '<|pause|>'"]
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
@@ -302,6 +327,7 @@ def test_a_turn_of_weight_0_that_touches_another_is_left_out(learns):
     """Two answers without a turn between them were taken for one, and both were learned."""
     end = LAST["content"] + "<|im_end|>"
     assert learns([USER, ANSWER, LAST], TOUCHING) == [ANSWER["content"] + "<|im_end|>" + end]
+    assert learns([USER, ANSWER, {**LAST, "weight": 0}], TOUCHING) == [ANSWER["content"] + "<|im_end|>"]
     for template in (TOUCHING, JOINED):
         assert learns([USER, {**ANSWER, "weight": 0}, LAST], template) == [end]
 
@@ -332,6 +358,7 @@ PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
 )
+TIGHT = PLAIN.replace("+ '\n\n' }}", "}}").replace("### ", "\n\n### ")
 
 
 def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
@@ -343,16 +370,13 @@ def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
 
 
 @pytest.mark.parametrize(
-    ("template", "runs"),
-    [
-        (ENDLESS, ["says what<|im_start|>", "it saw many<|endoftext|>"]),
-        (THINKING, ["says what<|im_start|>", "<think>it saw many<|endoftext|>"]),
-        (PLAIN, ["says what\n\n#", "it saw many<|endoftext|>"]),
-    ],
-    ids=["GLM", "GLM with thoughts", "SOLAR"],
+    ("template", "end", "thought"),
+    [(ENDLESS, "<|im_start|>", ""), (THINKING, "<|im_start|>", "<think>"), (PLAIN, "\n\n#", ""), (TIGHT, "\n\n#", "")],
+    ids=["GLM", "GLM with thoughts", "SOLAR", "nothing at the end"],
 )
-def test_each_turn_learns_to_end_if_the_template_has_no_end_token(learns, template, runs):
+def test_each_turn_learns_to_end_if_the_template_has_no_end_token(learns, template, end, thought):
     """GLM-4.5's, SOLAR's and ChatQA's templates: the next turn's header ends a turn, and only the last learned an end."""
-    assert learns([USER, ANSWER, MORE, LAST], template) == runs
+    runs = [f"says what{end}", f"it saw many{end}", f"{thought}says what<|endoftext|>"]
+    assert learns([USER, ANSWER, USER, LAST, USER, ANSWER], template) == runs
     observed = {"role": "tool", "content": "a line"}
     assert learns([USER, ANSWER, observed], ENDLESS) == ["says what<|im_start|>"]

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from shared import demo
 from shared.data import records, store
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order, permuted
 from shared.data.records import read_records
+from shared.data.store import Notes
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat
@@ -98,27 +99,43 @@ MOVING = headed(  # what the system says stands before the last question
     "{% if (loop.last and m['role'] == 'user') or (loop.revindex == 2 and m['role'] == 'user') %}"
     "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
 ).replace("in messages", "in messages[1:]")
+STRICT = "{{ raise_exception('too short') if messages[-1].content | length < 4 }}" + MARKED  # refuses placeholders
 ENDED = headed(marked("{{ m['content'] + '<|im_end|>\n' }}"))  # the end of a line is marked, too
 
 
 @pytest.mark.parametrize(
-    ("template", "loss_on", "expected"),
+    ("template", "loss_on", "unlike", "expected"),
     [
-        (CHATML, "assistant", LEARNED),
-        (CHATML, "completion", LEARNED[1:]),
-        (MARKED, "assistant", LEARNED),
-        (ENDED, "assistant", LEARNED),
-        (THINKING, "assistant", [LEARNED[0], "<think>\n\n</think>\n\n" + LEARNED[1]]),
-        (OPENED, "assistant", LEARNED),
-        (ALIKE, "assistant", [LEARNED[0], LEARNED[1] + "\n<|return|>"]),
-        (RETURNING, "assistant", [LEARNED[0], "it saw many<|return|>"]),
-        (MOVING, "assistant", LEARNED),
-        (MOVING, "completion", LEARNED[1:]),
+        (CHATML, "assistant", 0, LEARNED),
+        (CHATML, "completion", 0, LEARNED[1:]),
+        (MARKED, "assistant", 0, LEARNED),
+        (STRICT, "assistant", 0, LEARNED),
+        (ENDED, "assistant", 0, LEARNED),
+        (THINKING, "assistant", 0, [LEARNED[0], "<think>\n\n</think>\n\n" + LEARNED[1]]),
+        (OPENED, "assistant", 2, LEARNED),
+        (ALIKE, "assistant", 0, [LEARNED[0], LEARNED[1] + "\n<|return|>"]),
+        (RETURNING, "assistant", 0, [LEARNED[0], "it saw many<|return|>"]),
+        (MOVING, "assistant", 2, LEARNED),
+        (MOVING, "completion", 0, LEARNED[1:]),
     ],
-    ids=["chatml", "completion", "marked", "ended", "thinking", "opened", "alike", "returning", "moving", "moving"],
+    ids=[
+        "chatml",
+        "completion",
+        "marked",
+        "strict",
+        "ended",
+        "thinking",
+        "opened",
+        "alike",
+        "returning",
+        "moving",
+        "moving",
+    ],
 )
-def test_answers_are_found_in_what_a_template_writes(learns, template, loss_on, expected):
+def test_answers_are_found_in_what_a_template_writes(learns, template, loss_on, unlike, expected):
+    """`unlike`: how many do not follow what the generation prompt would be."""
     assert [run.strip() for run in learns(TURNS, template, loss_on)] == expected
+    assert len(learns.noted("unlike")) == unlike
     written = learns.tokenizer.apply_chat_template(TURNS, tokenize=False)
     assert written.startswith(learns.text) and written[len(learns.text) :].strip() == ""
 
@@ -129,9 +146,14 @@ def test_turns_that_cannot_be_found_are_refused(learns):
     assert learns(TURNS, some, "completion") == LEARNED[1:]
     none = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string + m['content'][:1]")
     assert learns(TURNS, none, "all")[0].startswith("<|im_start|>system")
-    for template in (some, none):
+    assert learns(TURNS[:3], loss_on="completion") == LEARNED[:1]
+    for template, turns in ((some, TURNS), (none, TURNS), (STRICT, [{**TURNS[2], "weight": 0}, *TURNS[3:]])):
         with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found.*--loss_on completion"):
-            learns(TURNS, template)
+            learns(turns, template)
+    with pytest.raises(ConfigError, match=r"^here: the chat template refuses this conversation \(too short\)"):
+        learns([TURNS[1], {"role": "assistant", "content": "no"}], STRICT)
+    learns(TURNS, OPENED, "all")
+    assert learns.noted("unlike") == []
 
 
 def test_a_turn_of_weight_0_is_shown_and_not_learned(learns):
@@ -194,9 +216,9 @@ CALLING = headed(
 @pytest.mark.parametrize(
     ("written", "given"),
     [
-        ("call['function']['arguments'] | tojson", '{"city": "Rome"}'),
-        ("'' + call['function']['arguments']", {"city": "Rome"}),
-        ("call['function']['arguments']", {"city": "Rome"}),
+        ("call['function']['arguments'] | tojson", '{"city": "Köln"}'),
+        ("'' + call['function']['arguments']", {"city": "Köln"}),
+        ("call['function']['arguments']", {"city": "Köln"}),
     ],
     ids=["for objects", "refuses objects", "for strings"],
 )
@@ -204,7 +226,7 @@ def test_arguments_of_calls_are_written_once(learns, written, given):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": given}}]}
     record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
     record["tools"] = [{"function": {"name": "weather"}}]
-    assert learns(record, CALLING.replace("CALL", written)) == ['{"city": "Rome"}<|im_end|>', LEARNED[1]]
+    assert learns(record, CALLING.replace("CALL", written)) == ['{"city": "Köln"}<|im_end|>', LEARNED[1]]
 
 
 def test_a_conversation_that_the_assistant_begins(learns):
@@ -262,7 +284,10 @@ def test_an_answer_follows_the_generation_prompt_token_by_token(learns, template
     assert ids == whole[: len(ids)] and learns.tokenizer.decode(whole[len(ids) :]).strip() == ""
     unlike = []
     for count, (first, _) in zip((2, 4), learns.runs, strict=True):
-        if ids[:first] != render(count, add_generation_prompt=True):
+        prompt = render(count, add_generation_prompt=True)
+        asked = Example(turns[:count], template_options=given)
+        assert Encoder(learns.tokenizer, "assistant").prompt(asked, "here", Notes()) == prompt
+        if ids[:first] != prompt:
             unlike.append(f"here, message {count + 1}")
     assert len(answers) == 2 and learns.noted("unlike") == unlike
     # without a switch, "\n\n" is one token here or not, as the tokenizer has it
@@ -367,6 +392,9 @@ def test_what_begins_a_text_is_there_once(tokenizer, example):
     encoder = Encoder(put_a_token_before_texts(tokenizer), "assistant")
     ids, mask = encoder(example, "here")
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    prompt = encoder.prompt(Example(prompt="a line"), "here", Notes())
+    assert prompt == [tokenizer.bos_token_id, *tokenizer("a line", add_special_tokens=False)["input_ids"]]
+    assert encoder(Example(completion="a line<s>"), "here")[0][-1] == tokenizer.eos_token_id  # which ends no text
     assert not encoder.has_own_template and tokenizer.decode(np.array(ids)[mask]).endswith("says what<|endoftext|>")
 
 
@@ -645,21 +673,3 @@ def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     found.append(fingerprint())
     assert len(set(found)) == 6 and fingerprint() == found[-1]
-
-
-def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch):
-    train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
-    packed = Packed(train, 96)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").eval()
-    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bin(index)))[:2]
-    assert len(packed.bin(second)) > 1
-    batch = collate_packed([packed[first], packed[second]])
-    with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for row, bin_ in enumerate([packed.bin(first), packed.bin(second)]):
-            start = 0
-            for index in bin_:
-                ids = torch.from_numpy(train[index]["input_ids"])[None]
-                alone = model(input_ids=ids, use_cache=False).logits[0]
-                torch.testing.assert_close(together[row, start : start + len(alone)], alone, atol=1e-5, rtol=1e-5)
-                start += len(alone)
