@@ -98,18 +98,6 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     return [data.train[n]["input_ids"].tolist() for n in range(len(texts))]
 
 
-def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
-    """The tokens around a text, and between two, stay."""
-    others = PLAIN[::-1]
-    assert rows_of(tokenizer, PLAIN, tmp_path, "one") == tokenizer(PLAIN)["input_ids"]
-    found = rows_of(tokenizer, PLAIN, tmp_path, "two", others)
-    assert found == tokenizer(PLAIN, others)["input_ids"]
-    expected = tokenizer(PLAIN, add_special_tokens=False)["input_ids"]
-    ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    documents = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
-    assert documents == [[*ends[0], *ids, *ends[1]] for ids in expected]
-
-
 def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     """tokenizers#787 (2021): control symbols in a text were the tokens. A scraped `<|endoftext|>` ended its document amidst.
 
@@ -125,9 +113,10 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     assert (by_vocabulary == bare) == (tokenizer.backend_tokenizer.model.__class__.__name__ == "BPE")
     begin, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert rows == documents == [[begin, *ids, end_id] for ids in by_vocabulary]
+    assert rows[:4] == tokenizer(PLAIN)["input_ids"]
     pairs = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
     expected = [[begin, *a, end_id, end_id, *b, end_id] for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)]
-    assert pairs == expected
+    assert pairs == expected and pairs[2:4] == tokenizer(PLAIN[2:], PLAIN[:1:-1])["input_ids"]
 
 
 def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
