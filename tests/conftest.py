@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def slow(*values: object):
 
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def write_lines(path: Path, records: Iterable[object]) -> Path:
+    """Records as JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 @pytest.fixture(scope="session")
