@@ -54,11 +54,12 @@ def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
     flags = ("--train_file", text_file, *SMALL, "--save_steps", 4, "--max_steps", 8, "--report_to", "tensorboard")
     killed = run("pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@7"}, check=False)
     assert killed.returncode
-    run("pretrain", tmp_path / "run", *flags)
+    done = run("pretrain", tmp_path / "run", *flags)
     (events,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*") if path.parent.name == "pretrain"}
     seen = EventAccumulator(str(events))
     seen.Reload()
     assert [event.step for event in seen.Scalars("loss")] == list(range(1, 9))
+    assert [event.value for event in seen.Scalars("loss")] == pytest.approx(done.each("loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw", "sgd"])
