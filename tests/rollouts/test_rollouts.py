@@ -190,7 +190,7 @@ def test_a_rollout_takes_the_place_of_a_loader(prompts, model_and_tokenizer):
     assert {(w.num_targets, w.epoch_samples, len(w.micro_batches)) for w in windows} == {(0, 20, 0)}
     assert not (windows[1].indices >= 0).any()
     batch = rollouts.longest(3)
-    longest = max(len(prompts[0].prompt(number)[0]) for number in range(24))
+    longest = max(len(prompts[0].prompt(number)[0]) for number in range(len(prompts[0])))
     assert batch["input_ids"].shape == (3, math.ceil((longest + 5) / 16) * 16) and len(batch["targets"]) == 3 * 6
     assert batch["filled"].tolist() == 3 * [longest + 5]
     assert all(batch[name].shape == (18,) and not batch[name].any() for name in ("advantages", "weights", "old"))
