@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
+from tests.launcher import save_unpainted
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -62,6 +64,12 @@ def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def instead(flags: tuple, flag: str, value: object) -> tuple:
+    """These flags with another value of one."""
+    at = flags.index(flag) + 1
+    return (*flags[:at], value, *flags[at + 1 :])
+
+
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
@@ -76,23 +84,20 @@ def write_lines(path: Path, records: Iterable[object]) -> Path:
 def text_file(tmp_path_factory) -> Path:
     """57 documents of 5 to 80 words, JSON lines with a `text` key."""
     rng = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(57)))
-    return path
+    records = [{"text": sentence(rng, rng.randint(5, 80))} for _ in range(57)]
+    return write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", records)
 
 
 @pytest.fixture(scope="session")
 def chat_file(tmp_path_factory) -> Path:
     """23 conversations whose answers have 1 to 60 words, so that target tokens differ much from rank to rank."""
     rng = random.Random(1)
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for number in range(23):
         answer = sentence(rng, 1 if number % 3 else rng.randint(30, 60))
         rows.append({"role": "user", "content": sentence(rng, rng.randint(1, 8))})
         rows[-1] = {"messages": [rows[-1], {"role": "assistant", "content": answer}]}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
 def make_model(folder: Path, **shape: int) -> Path:
@@ -255,8 +260,16 @@ class Run:
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
+    @property
+    def evaluation(self) -> dict:
+        return json.loads((self.folder / "evaluation.json").read_text())
+
+    def each(self, key: str) -> list:
+        """The values that the log has for it."""
+        return [row[key] for row in self.rows if key in row]
+
     def last(self, key: str) -> float:
-        return [row[key] for row in self.rows if key in row][-1]
+        return self.each(key)[-1]
 
     def manifest(self, step: int) -> dict:
         return json.loads((self.folder / f"checkpoint-{step:06d}" / "MANIFEST.json").read_text())
@@ -381,7 +394,7 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with contextlib.suppress(exits.Finished):
+        with contextlib.suppress(exits.Finished), mock.patch("matplotlib.figure.Figure.savefig", save_unpainted):
             module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():
@@ -389,3 +402,19 @@ def run_here(template: str, *args: object) -> None:
         if "wandb" in sys.modules:
             with contextlib.suppress(Exception):  # it is broken already, or gone
                 sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one
+
+
+def learn_here(template: str, folder: Path, *args: object) -> Run:
+    """As `run`, but in this process."""
+    run_here(template, *args, "--output_dir", folder)
+    return Run(folder, 0, "")
+
+
+def refusal(template: str, *args: object) -> str:
+    """The one line with which a template refuses these arguments."""
+    from shared.process.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        run_here(template, *args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

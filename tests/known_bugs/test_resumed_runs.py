@@ -62,6 +62,8 @@ def test_tensorboard_shows_no_step_twice(trained, tmp_path, capsys):
     seen = EventAccumulator(str(events))
     seen.Reload()
     assert [event.step for event in seen.Scalars("loss")] == [1, 2, 3, 4]
+    done = Run(tmp_path / "run", 0, "")
+    assert [event.value for event in seen.Scalars("loss")] == pytest.approx(done.each("loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("other", ["adamw_8bit", "adamw", "sgd"])
