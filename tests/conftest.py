@@ -6,14 +6,17 @@ import importlib.util
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -291,6 +294,35 @@ def command(
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
+class Started:
+    """A process that tests/launcher.py has forked, with what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, address: str, words: list[str], env: dict[str, str], cwd: Path, outputs: tuple[int, int]) -> None:
+        self.words, self.returncode = words, None
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(address)
+        request = {"words": words, "env": env, "cwd": str(cwd), "cores": sorted(os.sched_getaffinity(0))}
+        descriptors = array.array("i", outputs)
+        self.connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        self.pid = int.from_bytes(self.connection.recv(4))  # also its group's
+
+    def poll(self, timeout: float = 0) -> int | None:
+        """Its exit code, or None if it still runs after so many seconds."""
+        if self.returncode is None and select.select([self.connection], [], [], timeout)[0]:
+            self.returncode = int.from_bytes(self.connection.recv(4), signed=True)
+            self.connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float = 600) -> int:
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired(self.words, timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 class Launcher:
     """Client of tests/launcher.py, which is started at the first run, perhaps with more environment and imports."""
 
@@ -299,29 +331,28 @@ class Launcher:
     def __init__(self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
         self.environment, self.preloaded = environment or {}, preloaded
 
-    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
-        """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
+    def start(self, words: Sequence[object], stdout: IO, stderr: IO, env: dict | None = None, cwd: Path = ROOT) -> Started:
+        """`python WORDS`: its processes, too, are forks, if it is -m or -c that starts them, by sys.executable or name."""
         if self.process is None and self is LAUNCHER and "TESTS_LAUNCHER" in os.environ:
             self.address = os.environ["TESTS_LAUNCHER"]  # one that runs already: benchmarks/mutants.py
         elif self.process is None:
             self.address = os.path.join(tempfile.mkdtemp(), "launcher")
-            script = ROOT / "tests" / "launcher.py"
-            start = [sys.executable, str(script), self.address, *self.preloaded]
-            self.process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment)
+            script = [sys.executable, str(ROOT / "tests/launcher.py"), self.address, *self.preloaded]
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen(script, text=True, env=os.environ | self.environment, **pipes)
             assert self.process.stdout is not None
             assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
-        with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self.address)
-            message = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
-            descriptor = array.array("i", [output.fileno()])
-            connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
-            answers = connection.makefile()
-            pid = int(answers.readline())
-            connection.settimeout(timeout)
-            try:
-                code = int(answers.readline())
-            except TimeoutError:
-                os.killpg(pid, signal.SIGTERM)  # the launcher ends its workers
+        words, outputs = [*map(str, words)], (stdout.fileno(), stderr.fileno())
+        return Started(self.address, words, dict(os.environ if env is None else env), cwd, outputs)
+
+    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
+        """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
+        with tempfile.TemporaryFile() as output:
+            words = ["-m", "accelerate.commands.launch", *argv]
+            process = self.start(words, output, output, env, cwd or Path.cwd())
+            code = process.poll(timeout)
+            if code is None:
+                os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its workers
                 code = -signal.SIGTERM
             output.seek(0)
             return code, output.read().decode(errors="replace")
@@ -332,6 +363,22 @@ class Launcher:
 
 
 LAUNCHER = Launcher()
+
+
+def python(*words: object, env: dict | None = None, cwd: Path = ROOT, timeout: float = 600) -> subprocess.CompletedProcess:
+    """`python WORDS`, as by `subprocess.run`, but forked with the imports done: for what is not about start-up itself."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = LAUNCHER.start(words, stdout, stderr, env, cwd)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(process.words, process.returncode, *texts)
 
 
 def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
