@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+from unittest import mock
 
 import pytest
 
@@ -26,6 +28,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
+from tests.launcher import blank
+from tools.new import imports
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -44,6 +48,25 @@ def _keep_to_own_cores() -> None:
 
 
 _keep_to_own_cores()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: Python's collector has nothing to look for in it, now or during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
+    """Each worker has its part of the tests in their order, so that a module's fixtures are made once, and then helps."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -331,19 +354,23 @@ class Launcher:
     def __init__(self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
         self.environment, self.preloaded = environment or {}, preloaded
 
-    def start(self, words: Sequence[object], stdout: IO, stderr: IO, env: dict | None = None, cwd: Path = ROOT) -> Started:
-        """`python WORDS`: its processes, too, are forks, if it is -m or -c that starts them, by sys.executable or name."""
-        if self.process is None and self is LAUNCHER and "TESTS_LAUNCHER" in os.environ:
-            self.address = os.environ["TESTS_LAUNCHER"]  # one that runs already: benchmarks/mutants.py
-        elif self.process is None:
-            self.address = os.path.join(tempfile.mkdtemp(), "launcher")
-            script = [sys.executable, str(ROOT / "tests/launcher.py"), self.address, *self.preloaded]
+    def address(self) -> str:
+        """The socket of the program, which runs from now on."""
+        if self is LAUNCHER and "TESTS_LAUNCHER" in os.environ:
+            return os.environ["TESTS_LAUNCHER"]  # of one that runs already: benchmarks/mutants.py
+        if self.process is None:
+            self.path = os.path.join(tempfile.mkdtemp(), "launcher")
+            script = [sys.executable, str(ROOT / "tests/launcher.py"), self.path, *self.preloaded]
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
             self.process = subprocess.Popen(script, text=True, env=os.environ | self.environment, **pipes)
             assert self.process.stdout is not None
             assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
+        return self.path
+
+    def start(self, words: Sequence[object], stdout: IO, stderr: IO, env: dict | None = None, cwd: Path = ROOT) -> Started:
+        """`python WORDS`: its processes, too, are forks, if it is -m or -c that starts them, by sys.executable or name."""
         words, outputs = [*map(str, words)], (stdout.fileno(), stderr.fileno())
-        return Started(self.address, words, dict(os.environ if env is None else env), cwd, outputs)
+        return Started(self.address(), words, dict(os.environ if env is None else env), cwd, outputs)
 
     def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
         """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
@@ -360,6 +387,7 @@ class Launcher:
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
+            shutil.rmtree(Path(self.path).parent)
 
 
 LAUNCHER = Launcher()
@@ -388,11 +416,23 @@ def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
 
 
 def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0."""
-    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), launch_environment(env))
+    """Launch a template and wait for it; `check` asserts exit code 0. Its pictures are blank, but those of demos."""
+    env = launch_environment(env) | ({"TESTS_BLANK_PICTURES": "1"} if args else {})
+    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), env)
     if check:
         assert code == 0, output
     return Run(folder, code, output)
+
+
+_imports: dict[bytes, tuple[str, ...]] = {}
+
+
+def imports_of(path: Path) -> tuple[str, ...]:
+    """`imports` of tools/new.py, which parses each content of a file once."""
+    content = path.read_bytes()
+    if content not in _imports:
+        _imports[content] = tuple(imports(path))
+    return _imports[content]
 
 
 def load_template(name: str):
@@ -421,7 +461,7 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with contextlib.suppress(exits.Finished):
+        with contextlib.suppress(exits.Finished), mock.patch("matplotlib.figure.Figure.savefig", blank):
             module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():

@@ -33,7 +33,8 @@ PRELOADED = (
     *("transformers.models.auto.tokenization_auto", "transformers.modeling_utils", "transformers.loss.loss_utils"),
     *("transformers.models.convnext.modeling_convnext", "transformers.models.resnet.modeling_resnet"),
     *("torchvision.transforms.v2", "matplotlib.pyplot", "tyro", "tokenizers", "bitsandbytes", "tqdm", "pyarrow"),
-    *("PIL.Image", "sklearn.metrics", "safetensors.torch"),
+    *("PIL.Image", "sklearn.metrics", "safetensors.torch", "xxhash", "encodings.idna", "multiprocessing.sharedctypes"),
+    *("matplotlib.backends.backend_agg", "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"),
     "deepspeed",  # which unwrap_model imports where it is installed
 )
 OURS = {"shared", "tools"}  # packages that a fork imports anew: it may have another folder's
@@ -78,11 +79,19 @@ def words_of_python(args):
         return ["-m", "accelerate.commands.launch", *rest[1:]]
     words = rest[rest[:1] == ["-u"] :]
     is_python = program == sys.executable or Path(program).name in ("python", "python3")
-    return words if is_python and (words[0] in ("-m", "-c") or words[0].endswith(".py")) else []
+    return words if is_python and words and (words[0] in ("-m", "-c") or words[0].endswith(".py")) else []
+
+
+def blank(_figure, file, **_options):
+    """In place of Figure.savefig. Drawing takes a quarter of a second, as much as all else of many a small run."""
+    from PIL import Image
+
+    Image.new("L", (1, 1)).save(file, "png")
 
 
 def run_as_main(words, env=None, cwd=None):
     """Do what a new interpreter with these arguments and this environment would do."""
+    import matplotlib.figure
     import torch
 
     os.chdir(cwd or os.getcwd())
@@ -92,6 +101,7 @@ def run_as_main(words, env=None, cwd=None):
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     weakref.finalize._registry.clear()  # the other process removes its temporary folders
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
@@ -101,6 +111,8 @@ def run_as_main(words, env=None, cwd=None):
     subprocess.Popen = Popen if kind else POPEN
     if torch.get_num_threads() != (threads := 1 if kind else THREADS):
         torch.set_num_threads(threads)
+    if "TESTS_BLANK_PICTURES" in os.environ:
+        matplotlib.figure.Figure.savefig = blank
     sys.argv = words[1:] if kind else words
     script_folder = str(Path(words[0]).resolve().parent)
     folder = {"-m": os.getcwd(), "-c": ""}.get(kind, script_folder)
@@ -146,7 +158,8 @@ def serve(path):
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # also where the tests run under nohup
     gc.freeze()  # so that no collection of a fork looks through all that was imported, and copies it
     print("ready", flush=True)
     while True:
@@ -187,5 +200,6 @@ if __name__ == "__main__":
     for name in (*PRELOADED, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             __import__(name)
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")  # compiles what all saves use
     gc.enable()
     serve(sys.argv[1])
