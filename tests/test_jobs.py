@@ -19,7 +19,6 @@ from shared.commands import run as command
 from shared.commands.verify_resume import compare
 from shared.process.signals import start_of
 from tests.conftest import LAUNCHER, ROOT, Run, Started, free_port, processes_on, run, slow
-from tools.new import FLAGS
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -465,7 +464,7 @@ def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
     notebook = nbformat.read(ROOT / "jobs/rented_gpu.ipynb", as_version=4)
     notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
     (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    small = f"--max_steps 6 --save_steps 2 --max_train_samples 100 --report_to none {FLAGS['lora_finetune']}"
+    small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --show_answers 0 --report_to none"
     flags.source = f"LAUNCH, FLAGS, RUN = '', '{small}', '{tmp_path / 'run'}'"
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
