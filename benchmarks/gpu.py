@@ -75,7 +75,7 @@ class Row:
     needs: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     timed: bool = True  # else it may run beside others
-    rehearsed: bool = True  # at toy size, where it is not asked for by name
+    rehearsed: bool = True  # at toy size, where it is not asked for by name: see `rehearsal`
 
 
 SHARED = ("yaml", "accelerate", "transformers")  # what the package shared/ imports
@@ -246,6 +246,17 @@ ROWS += [  # what a setting would gain
     _lora("8B", 2, ", combined kernels, compiled", 30, compiled=True, inductor=COMBINED),
     _images("ResNet-50", 256, ", as matrices, compiled", 60, channels_last=True, compiled=True, inductor=AS_MATRICES),
 ]
+
+
+def rehearsal() -> list[Row]:
+    """The rows that differ at toy size, where all models and batches have the same."""
+    sizes = ("size", "rows", "length", "batch_size")
+    kept: dict[str, Row] = {}
+    for row in ROWS:
+        options = {name: value for name, value in row.options.items() if name not in sizes}
+        if row.rehearsed:
+            kept.setdefault(f"{row.measure.__name__} {options} {row.environment} {row.timed}", row)
+    return list(kept.values())
 
 
 # Processes -------------------------------------------------------------------------------------------------------------
@@ -511,7 +522,7 @@ def main() -> None:
             parser.error(f"--only {options.only}: in no row's name; --list prints all")
     else:
         known = {row.name: content["rows"].get(row.name, {}) for row in ROWS}
-        rows = [row for row in ROWS if "figures" not in known[row.name] and (row.rehearsed or not options.toy)]
+        rows = [row for row in (rehearsal() if options.toy else ROWS) if "figures" not in known[row.name]]
         rows.sort(key=lambda row: "failed" in known[row.name])  # these again, after those that were not tried yet
 
     def record(row: Row, outcome: dict[str, Any]) -> None:

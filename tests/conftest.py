@@ -2,18 +2,23 @@
 
 import array
 import contextlib
+import gc
 import importlib.util
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
+from unittest import mock
 
 import pytest
 
@@ -23,6 +28,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
+from tests.launcher import blank
+from tools.new import imports
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -43,6 +50,25 @@ def _keep_to_own_cores() -> None:
 _keep_to_own_cores()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays: Python's collector has nothing to look for in it, now or during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
+    """Each worker has its part of the tests in their order, so that a module's fixtures are made once, and then helps."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def offline(tmp_path_factory):
     """No network, no tracker's login, and one cache of prepared data for the whole session."""
@@ -61,31 +87,40 @@ def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def instead(flags: tuple, flag: str, value: object) -> tuple:
+    """These flags with another value of one."""
+    at = flags.index(flag) + 1
+    return (*flags[:at], value, *flags[at + 1 :])
+
+
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def write_lines(path: Path, records: Iterable[object]) -> Path:
+    """Records as JSON lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """57 documents of 5 to 80 words, JSON lines with a `text` key."""
     rng = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(57)))
-    return path
+    records = [{"text": sentence(rng, rng.randint(5, 80))} for _ in range(57)]
+    return write_lines(tmp_path_factory.mktemp("text") / "text.jsonl", records)
 
 
 @pytest.fixture(scope="session")
 def chat_file(tmp_path_factory) -> Path:
     """23 conversations whose answers have 1 to 60 words, so that target tokens differ much from rank to rank."""
     rng = random.Random(1)
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for number in range(23):
         answer = sentence(rng, 1 if number % 3 else rng.randint(30, 60))
         rows.append({"role": "user", "content": sentence(rng, rng.randint(1, 8))})
         rows[-1] = {"messages": [rows[-1], {"role": "assistant", "content": answer}]}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
 def make_model(folder: Path, **shape: int) -> Path:
@@ -248,8 +283,16 @@ class Run:
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
 
+    @property
+    def evaluation(self) -> dict:
+        return json.loads((self.folder / "evaluation.json").read_text())
+
+    def each(self, key: str) -> list:
+        """The values that the log has for it."""
+        return [row[key] for row in self.rows if key in row]
+
     def last(self, key: str) -> float:
-        return [row[key] for row in self.rows if key in row][-1]
+        return self.each(key)[-1]
 
     def manifest(self, step: int) -> dict:
         return json.loads((self.folder / f"checkpoint-{step:06d}" / "MANIFEST.json").read_text())
@@ -291,6 +334,35 @@ def command(
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
+class Started:
+    """A process that tests/launcher.py has forked, with what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, address: str, words: list[str], env: dict[str, str], cwd: Path, outputs: tuple[int, int]) -> None:
+        self.words, self.returncode = words, None
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(address)
+        request = {"words": words, "env": env, "cwd": str(cwd), "cores": sorted(os.sched_getaffinity(0))}
+        descriptors = array.array("i", outputs)
+        self.connection.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        self.pid = int.from_bytes(self.connection.recv(4))  # also its group's
+
+    def poll(self, timeout: float = 0) -> int | None:
+        """Its exit code, or None if it still runs after so many seconds."""
+        if self.returncode is None and select.select([self.connection], [], [], timeout)[0]:
+            self.returncode = int.from_bytes(self.connection.recv(4), signed=True)
+            self.connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float = 600) -> int:
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired(self.words, timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 class Launcher:
     """Client of tests/launcher.py, which is started at the first run, perhaps with more environment and imports."""
 
@@ -299,29 +371,32 @@ class Launcher:
     def __init__(self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
         self.environment, self.preloaded = environment or {}, preloaded
 
-    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
-        """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
-        if self.process is None and self is LAUNCHER and "TESTS_LAUNCHER" in os.environ:
-            self.address = os.environ["TESTS_LAUNCHER"]  # one that runs already: benchmarks/mutants.py
-        elif self.process is None:
-            self.address = os.path.join(tempfile.mkdtemp(), "launcher")
-            script = ROOT / "tests" / "launcher.py"
-            start = [sys.executable, str(script), self.address, *self.preloaded]
-            self.process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment)
+    def address(self) -> str:
+        """The socket of the program, which runs from now on."""
+        if self is LAUNCHER and "TESTS_LAUNCHER" in os.environ:
+            return os.environ["TESTS_LAUNCHER"]  # of one that runs already: benchmarks/mutants.py
+        if self.process is None:
+            self.path = os.path.join(tempfile.mkdtemp(), "launcher")
+            script = [sys.executable, str(ROOT / "tests/launcher.py"), self.path, *self.preloaded]
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen(script, text=True, env=os.environ | self.environment, **pipes)
             assert self.process.stdout is not None
             assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
-        with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self.address)
-            message = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
-            descriptor = array.array("i", [output.fileno()])
-            connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
-            answers = connection.makefile()
-            pid = int(answers.readline())
-            connection.settimeout(timeout)
-            try:
-                code = int(answers.readline())
-            except TimeoutError:
-                os.killpg(pid, signal.SIGTERM)  # the launcher ends its workers
+        return self.path
+
+    def start(self, words: Sequence[object], stdout: IO, stderr: IO, env: dict | None = None, cwd: Path = ROOT) -> Started:
+        """`python WORDS`: its processes, too, are forks, if it is -m or -c that starts them, by sys.executable or name."""
+        words, outputs = [*map(str, words)], (stdout.fileno(), stderr.fileno())
+        return Started(self.address(), words, dict(os.environ if env is None else env), cwd, outputs)
+
+    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
+        """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
+        with tempfile.TemporaryFile() as output:
+            words = ["-m", "accelerate.commands.launch", *argv]
+            process = self.start(words, output, output, env, cwd or Path.cwd())
+            code = process.poll(timeout)
+            if code is None:
+                os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its workers
                 code = -signal.SIGTERM
             output.seek(0)
             return code, output.read().decode(errors="replace")
@@ -329,9 +404,26 @@ class Launcher:
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
+            shutil.rmtree(Path(self.path).parent)
 
 
 LAUNCHER = Launcher()
+
+
+def python(*words: object, env: dict | None = None, cwd: Path = ROOT, timeout: float = 600) -> subprocess.CompletedProcess:
+    """`python WORDS`, as by `subprocess.run`, but forked with the imports done: for what is not about start-up itself."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = LAUNCHER.start(words, stdout, stderr, env, cwd)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return subprocess.CompletedProcess(process.words, process.returncode, *texts)
 
 
 def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
@@ -341,11 +433,26 @@ def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
 
 
 def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0."""
-    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), launch_environment(env))
+    """Launch a template and wait for it; `check` asserts exit code 0. Pictures are blank, but those of a run by default, or
+    with TESTS_PAINT in `env`.
+    """
+    paints = not args or "TESTS_PAINT" in (env or {})
+    env = launch_environment(env) | ({} if paints else {"TESTS_BLANK_PICTURES": "1"})
+    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), env)
     if check:
         assert code == 0, output
     return Run(folder, code, output)
+
+
+_imports: dict[bytes, tuple[str, ...]] = {}
+
+
+def imports_of(path: Path) -> tuple[str, ...]:
+    """`imports` of tools/new.py, which parses each content of a file once."""
+    content = path.read_bytes()
+    if content not in _imports:
+        _imports[content] = tuple(imports(path))
+    return _imports[content]
 
 
 def load_template(name: str):
@@ -374,7 +481,7 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with contextlib.suppress(exits.Finished):
+        with contextlib.suppress(exits.Finished), mock.patch("matplotlib.figure.Figure.savefig", blank):
             module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():
@@ -382,3 +489,19 @@ def run_here(template: str, *args: object) -> None:
         if "wandb" in sys.modules:
             with contextlib.suppress(Exception):  # it is broken already, or gone
                 sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one
+
+
+def learn_here(template: str, folder: Path, *args: object) -> Run:
+    """As `run`, but in this process."""
+    run_here(template, *args, "--output_dir", folder)
+    return Run(folder, 0, "")
+
+
+def refusal(template: str, *args: object) -> str:
+    """The one line with which a template refuses these arguments."""
+    from shared.process.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        run_here(template, *args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -1,6 +1,15 @@
-"""What a plain loop needs, by hand: nothing of shared/."""
+"""What a plain loop needs, by hand: nothing of shared/, but for the number of rows that packing makes."""
 
 import torch
+import torch.nn.functional as F
+
+from shared.text import chat
+from shared.text.options import ChatConfig
+from shared.text.packing import Packed
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
 
 
 def padded_chats(tokenizer, conversations):
@@ -23,3 +32,21 @@ def padded_chats(tokenizer, conversations):
         ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
         labels[i, : len(tokens)] = torch.where(torch.tensor(learned), torch.tensor(tokens), -100)
     return ids, labels, mask
+
+
+def number_of_rows(tokenizer, chats, length: int) -> int:
+    """Into which a file of chats is packed."""
+    settings = ChatConfig(train_file=(str(chats),), validation_file=(str(chats),), seq_length=length)
+    return len(Packed(chat.open_samples(settings, tokenizer)[0], length))
+
+
+def losses_of(model, ids, labels, mask, steps: int, rate: float):
+    """The loss of each step of AdamW with all samples at once, yielded before the next."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    for _ in range(steps):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()

@@ -3,25 +3,7 @@
 from types import SimpleNamespace
 
 import torch
-from transformers import (
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    JambaConfig,
-    Lfm2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    NemotronHConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3VLConfig,
-)
+import transformers
 
 VOCAB = 64
 
@@ -41,17 +23,19 @@ def architectures():
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6]}
     routed = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
     return {
-        "llama": LlamaConfig(**HEADS, num_hidden_layers=4),
-        "gemma2": Gemma2Config(**HEADS, num_hidden_layers=6, sliding_window=64),
-        "gemma3_text": Gemma3TextConfig(**HEADS, num_hidden_layers=12, sliding_window=64),
-        "gpt_oss": GptOssConfig(**HEADS, num_experts_per_tok=2, num_local_experts=8, num_hidden_layers=4, sliding_window=64),
-        "deepseek_v3": DeepseekV3Config(
+        "llama": transformers.LlamaConfig(**HEADS, num_hidden_layers=4),
+        "gemma2": transformers.Gemma2Config(**HEADS, num_hidden_layers=6, sliding_window=64),
+        "gemma3_text": transformers.Gemma3TextConfig(**HEADS, num_hidden_layers=12, sliding_window=64),
+        "gpt_oss": transformers.GptOssConfig(
+            **HEADS, num_experts_per_tok=2, num_local_experts=8, num_hidden_layers=4, sliding_window=64
+        ),
+        "deepseek_v3": transformers.DeepseekV3Config(
             **(WIDE | EXPERTS | latent | routed | {"num_key_value_heads": 4}), num_hidden_layers=6, first_k_dense_replace=2
         ),
-        "qwen3_next": Qwen3NextConfig(
+        "qwen3_next": transformers.Qwen3NextConfig(
             **HEADS, **EXPERTS, **linear, num_hidden_layers=8, num_experts=8, shared_expert_intermediate_size=64
         ),
-        "nemotron_h": NemotronHConfig(
+        "nemotron_h": transformers.NemotronHConfig(
             **HEADS,
             **EXPERTS,
             **mamba,
@@ -59,7 +43,7 @@ def architectures():
             layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"],
             moe_shared_expert_intermediate_size=64,
         ),
-        "jamba": JambaConfig(
+        "jamba": transformers.JambaConfig(
             **WIDE,
             num_experts=4,
             num_experts_per_tok=2,
@@ -69,10 +53,10 @@ def architectures():
             mamba_d_state=4,
             use_mamba_kernels=False,
         ),
-        "lfm2": Lfm2Config(**WIDE, num_hidden_layers=6, full_attn_idxs=[2, 4]),
-        "mamba": MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4, state_size=4),
-        "gemma3": Gemma3Config(text_config=HEADS | {"num_hidden_layers": 4}, vision_config=siglip),
-        "qwen3_vl": Qwen3VLConfig(
+        "lfm2": transformers.Lfm2Config(**WIDE, num_hidden_layers=6, full_attn_idxs=[2, 4]),
+        "mamba": transformers.MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4, state_size=4),
+        "gemma3": transformers.Gemma3Config(text_config=HEADS | {"num_hidden_layers": 4}, vision_config=siglip),
+        "qwen3_vl": transformers.Qwen3VLConfig(
             text_config=HEADS | {"num_hidden_layers": 4, "rope_scaling": rope},
             vision_config=qwen,
             architectures=["Qwen3VLForConditionalGeneration"],
@@ -82,7 +66,7 @@ def architectures():
 
 def llama(**changes):
     options = {"vocab_size": VOCAB, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48} | changes
-    return LlamaForCausalLM(LlamaConfig(hidden_size=32, num_attention_heads=2, **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, **options))
 
 
 def make(name, attention="sdpa"):
@@ -93,11 +77,11 @@ def make(name, attention="sdpa"):
         options = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48}
         if name != "qwen2":  # in the second block
             options |= {"use_sliding_window": True, "sliding_window": 4 if name == "windows" else 20, "max_window_layers": 1}
-        config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
-        return Qwen2ForCausalLM(config).eval()
+        config = transformers.Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
+        return transformers.Qwen2ForCausalLM(config).eval()
     options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options)
-    return GPT2LMHeadModel(config).eval()
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options)
+    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def tokens(*shape, seed=0):

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+from functools import cache
 
 import pytest
 import yaml
@@ -35,9 +36,8 @@ FUZZ = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fuzz")
+def in_utf_8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def one_line(error: CleanExit) -> None:
@@ -62,37 +62,33 @@ def either(usual: list, strange: st.SearchStrategy = JSON) -> st.SearchStrategy:
 # Records -------------------------------------------------------------------------------------------------------------
 
 
-def json_bytes(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def delimited(rows: list[list[str]]) -> bytes:
+def delimited(rows: list[list[str]]) -> str:
     file = io.StringIO()
     with contextlib.suppress(csv.Error):
         csv.writer(file).writerows(rows)
-    return file.getvalue().encode("utf-8", "surrogatepass")
+    return file.getvalue()
 
 
 RECORDS = st.lists(st.dictionaries(either(["text", "prompt", "image"], TEXT), JSON, max_size=4), max_size=4)
 PIECES = st.lists(
     st.sampled_from(['{"text":', '"a"', "}", "{", "[", "]", ",", "\n", "\\ud83d", '"', "null", "\ufeff", "1e999", "NaN"])
 )
-CONTENT = (
-    st.binary(max_size=80)
-    | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
-    | PIECES.map(lambda pieces: "".join(pieces).encode())
-    | RECORDS.map(lambda rows: b"\n".join(map(json_bytes, rows)))
-    | RECORDS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
-    | RECORDS.map(json_bytes)
-    | st.lists(st.lists(TEXT, max_size=4), max_size=4).map(delimited)
-)
+AS_THEY_ARE = json.JSONEncoder(ensure_ascii=False).encode
+CONTENT = st.binary(max_size=80) | st.one_of(
+    TEXT,
+    PIECES.map("".join),
+    RECORDS.map(lambda rows: "\n".join(map(AS_THEY_ARE, rows))),
+    RECORDS.map(lambda rows: "\n".join(map(json.dumps, rows))),
+    RECORDS.map(AS_THEY_ARE),
+    st.lists(st.lists(TEXT, max_size=4), max_size=4).map(delimited),
+).map(in_utf_8)
 
 
 @FUZZ
 @example(content=b'{"\\n": null}', suffix=".jsonl")
 @given(content=CONTENT, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]))
-def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content, suffix):
-    path = folder / f"data{suffix}"
+def test_any_file_gives_records_that_can_be_written_or_one_line(tmp_path, content, suffix):
+    path = tmp_path / f"data{suffix}"
     path.write_bytes(content)
     source = Source("data", lambda: [path], lambda: records.read_records([path]))
     try:
@@ -109,13 +105,9 @@ def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content,
 # Conversations -------------------------------------------------------------------------------------------------------
 
 ROLES = ["user", "assistant", "system", "tool", "human", "gpt"]
-MESSAGES = st.lists(
-    either([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"from": "gpt", "value": "c"}])
-    | st.dictionaries(
-        either(["role", "content", "from", "value", "tool_calls", "tools", "name"], TEXT), either(ROLES), max_size=5
-    ),
-    max_size=4,
-)
+USUAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"from": "gpt", "value": "c"}]
+KEYS = either(["role", "content", "from", "value", "tool_calls", "tools", "name"], TEXT)
+MESSAGES = st.lists(either(USUAL) | st.dictionaries(KEYS, either(ROLES), max_size=5), max_size=4)
 COLUMNS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"]
 CHATS = st.dictionaries(either(COLUMNS, TEXT), MESSAGES | MESSAGES.map(json.dumps) | JSON, max_size=5)
 # As models' own templates are: with a turn of tools, a demand on the order of roles, and methods of text.
@@ -137,8 +129,8 @@ def encoder(request, tiny_model):
 
 @FUZZ
 @given(record=CHATS)
-def test_any_conversation_gives_tokens_or_one_line(folder, encoder, record):
-    path = folder / "chats.jsonl"
+def test_any_conversation_gives_tokens_or_one_line(tmp_path, encoder, record):
+    path = tmp_path / "chats.jsonl"
     path.write_bytes(json.dumps(record).encode())
     try:
         for where, read in records.read_records([path]):
@@ -156,15 +148,15 @@ def test_any_conversation_gives_tokens_or_one_line(folder, encoder, record):
 TEMPLATES = ["pretrain", "lora_finetune", "image_classification", "pretrain_pipeline"]
 
 
-@pytest.fixture(scope="module")
-def config_classes():
-    return {name: load_template(name).Config for name in TEMPLATES}
+@cache
+def config_class(template: str) -> type:
+    return load_template(template).Config
 
 
-def parses(config_class: type, argv: list[str]) -> None:
+def parses(template: str, argv: list[str]) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            config = configs.parse(config_class, argv)
+            config = configs.parse(config_class(template), argv)
         yaml.safe_load(yaml.safe_dump(redact(configs.flatten(config))))
     except ConfigError as error:
         one_line(error)
@@ -176,8 +168,7 @@ def parses(config_class: type, argv: list[str]) -> None:
 
 @st.deferred  # so that no template is loaded before a test of this file runs
 def FLAGS() -> st.SearchStrategy[str]:
-    classes = [load_template(template).Config for template in TEMPLATES]
-    names = {name for config_class in classes for name in configs.flags(config_class)}
+    names = {name for template in TEMPLATES for name in configs.flags(config_class(template))}
     return st.sampled_from(sorted(names | {"config", "help"}))
 
 
@@ -186,53 +177,40 @@ SPELLINGS = [
     "--no_{}",
     "--no-{}",
     "-{}",
-    "--{}=",
-    "--{}=1",
-    "--{}=true",
-    "--{}=-1",
-    "--{}=nan",
-    "--{}=1e400",
     "{}",
-    "--{}=[1]",
+    *(f"--{{}}={value}" for value in ("", 1, "true", -1, "nan", "1e400", [1])),
 ]
+VALUES = ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"]
 TOKENS = (
     st.builds(lambda flag, spelling: spelling.format(flag), FLAGS, st.sampled_from(SPELLINGS))
     | st.builds(lambda flag, value: f"--{flag}={value}", FLAGS, TEXT)
-    | either(
-        ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"], TEXT
-    )
+    | either(VALUES, TEXT)
 )
 
 
 @FUZZ
 @given(template=st.sampled_from(TEMPLATES), argv=st.lists(TOKENS, max_size=6))
-def test_any_command_line_gives_a_config_or_one_line(config_classes, template, argv):
-    parses(config_classes[template], argv)
+def test_any_command_line_gives_a_config_or_one_line(template, argv):
+    parses(template, argv)
 
 
-VALUES = st.recursive(
+YAML_VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXT | st.dates() | st.datetimes() | st.binary(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers() | st.none(), inner, max_size=3),
     max_leaves=6,
 )
-LINES = st.builds(
-    "{}: {}".format,
-    FLAGS,
-    TEXT | st.sampled_from(["&a [*a]", "*a", "!!set {}", "!!python/name:os.x", "<<", "|"]),
-)
-YAML = (
-    st.binary(max_size=60)
-    | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
-    | st.lists(LINES, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
-    | st.dictionaries(FLAGS | TEXT, VALUES, max_size=4).map(
-        lambda content: yaml.safe_dump(content, allow_unicode=True).encode("utf-8", "surrogatepass")
-    )
-)
+LINES = st.builds("{}: {}".format, FLAGS, either(["&a [*a]", "*a", "!!set {}", "!!python/name:os.x", "<<", "|"], TEXT))
+CONTENTS = st.dictionaries(FLAGS | TEXT, YAML_VALUES, max_size=4)
+YAML = st.binary(max_size=60) | st.one_of(
+    TEXT,
+    st.lists(LINES, max_size=4).map("\n".join),
+    CONTENTS.map(lambda content: yaml.safe_dump(content, allow_unicode=True)),
+).map(in_utf_8)
 
 
 @FUZZ
 @given(template=st.sampled_from(TEMPLATES), content=YAML, argv=st.lists(TOKENS, max_size=1))
-def test_any_yaml_gives_a_config_or_one_line(folder, config_classes, template, content, argv):
-    path = folder / "run.yaml"
+def test_any_yaml_gives_a_config_or_one_line(tmp_path, template, content, argv):
+    path = tmp_path / "run.yaml"
     path.write_bytes(content)
-    parses(config_classes[template], ["--config", str(path), *argv])
+    parses(template, ["--config", str(path), *argv])

@@ -1,5 +1,6 @@
 """New projects: whole, small, working at once, and git merges later templates without losing an edit."""
 
+import functools
 import json
 import os
 import re
@@ -7,14 +8,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
 
 import shared as shared_package
-from tests.conftest import LAUNCHER, ROOT, free_port, slow
-from tools.new import FLAGS, imports, templates
+from tests.conftest import LAUNCHER, ROOT, free_port, imports_of, python, slow
+from tools import new
 
 NAMES = (
     *("dpo", "full_finetune", "grpo", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
@@ -24,9 +26,7 @@ NAMES = (
 
 def shared(*arguments, cwd=ROOT, check=True):
     """`python -m shared ...` with the package that is in `cwd`."""
-    env = os.environ | {"PYTHONPATH": str(cwd), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "shared", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    done = python("-m", "shared", *arguments, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, cwd=cwd)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -34,10 +34,13 @@ def shared(*arguments, cwd=ROOT, check=True):
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
     """A project of each template."""
-    assert tuple(templates()) == NAMES
+    assert tuple(new.templates()) == NAMES
     folder = tmp_path_factory.mktemp("projects")
-    for name in NAMES:
-        shared("new", name, folder / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new, "imports", imports_of)
+        patch.setattr(metadata, "packages_distributions", functools.cache(metadata.packages_distributions))
+        for name in NAMES:
+            new.create(folder / name, new.build((name,), name))
     return folder
 
 
@@ -54,7 +57,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     }
     for used, by in users.items():
         assert (f"shared/{used}.py" in modules) == (name in by)
-    for place in {Path(*name.split(".")) for module in modules for name in imports(folder / module)}:
+    for place in {Path(*name.split(".")) for module in modules for name in imports_of(folder / module)}:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             assert (folder / file).exists() or not (place.parts[0] == "shared" and (ROOT / file).exists()), file
 
@@ -80,7 +83,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
 
 def test_tools_are_found_from_anywhere_and_imported_by_nothing_that_is_copied(tmp_path):
     copied = [*(ROOT / "shared").rglob("*.py"), *(ROOT / "templates").glob("*.py")]
-    assert [path for path in copied if any(name.split(".")[0] == "tools" for name in imports(path))] == []
+    assert [path for path in copied if any(name.split(".")[0] == "tools" for name in imports_of(path))] == []
     (tmp_path / "tools").mkdir()  # the user's own
     (tmp_path / "tools/__init__.py").touch()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -94,7 +97,7 @@ def test_a_project_trains_where_it_is(projects, tmp_path, name):
     argv = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     argv += ["--mixed_precision", "no", "--num_processes", str(processes), "--main_process_port", str(free_port())]
     argv += [str(folder / "train.py"), "--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
-    code, output = LAUNCHER.run([*argv, *FLAGS[name].split()], dict(os.environ), cwd=folder)
+    code, output = LAUNCHER.run([*argv, *new.FLAGS[name].split()], dict(os.environ), cwd=folder)
     assert code == 0 and (tmp_path / "run/final").is_dir(), output
     assert json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())["world_size"] == processes
 
@@ -103,9 +106,7 @@ def test_a_project_trains_where_it_is(projects, tmp_path, name):
 def test_the_smoke_test_of_a_project(projects):
     """Its last command, on two processes."""
     last = "import smoke_test as s; s.COMMANDS = s.COMMANDS.strip().splitlines()[-1]; s.test_a_killed_run_resumes()"
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = [sys.executable, "-c", last]
-    done = subprocess.run(command, cwd=projects / "pretrain", env=env, capture_output=True, text=True)
+    done = python("-c", last, cwd=projects / "pretrain")
     assert done.returncode == 0 and done.stdout.count("same, bit for bit") == 7, done.stdout + done.stderr
 
 
@@ -277,15 +278,11 @@ def test_assistants_are_told_commands_that_work(tmp_path):
     assert [path for path in re.findall(r"`([\w./]+/[\w.*]*)`", text) if not list(ROOT.glob(path))] == []
     commands = block.splitlines()
     assert [command.split()[0] for command in commands[3:]] == ["ruff", "pytest"]  # which every run of the tests proves
-    for command, expected in zip(commands[:3], ("adapter in", "continues as if", "exactly once"), strict=True):
-        if "outputs/" in command:
-            command = command.replace("outputs/lora_finetune/RUN", str(tmp_path / "run"))
-        elif "verify-resume" not in command:
-            command += (
-                f" --output_dir {tmp_path / 'run'} --audit_data --max_train_samples 100 --eval_samples 4 --max_steps 8"
-            )
-        else:
-            command += " --max_train_samples 100 --eval_samples 4"
-        command = command.replace("python -m", f"{sys.executable} -m")
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0 and expected in done.stdout + done.stderr, done.stdout + done.stderr
+    small = f"--max_train_samples 100 {new.FLAGS['lora_finetune']}"
+    flags = f"--output_dir {tmp_path / 'run'} --audit_data --max_steps 8 {small}", small, ""
+    ends = "adapter in", "continues as if", "exactly once"
+    for command, more, end in zip(commands[:3], flags, ends, strict=True):
+        words = command.removeprefix("ACCELERATE_USE_CPU=true ").replace("outputs/lora_finetune/RUN", f"{tmp_path}/run")
+        words = words.replace("accelerate launch", "python -m accelerate.commands.launch", words.startswith("accelerate"))
+        done = python(*words.removeprefix("python ").split(), *more.split())
+        assert done.returncode == 0 and end in done.stdout + done.stderr, done.stdout + done.stderr

@@ -17,19 +17,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
+from transformers import ConvNextImageProcessor
 
 from shared.__main__ import commands
 from shared.commands import ask
 from shared.config import parse as configs
 from shared.process import ranks
-from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here
+from shared.text import forms, preferences
+from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here, save_classifier, write_lines
+from tools.plan import PlanConfig
 
 README = (ROOT / "README.md").read_text()
 PAGES = {"README.md": README} | {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
 COMING_FROM = PAGES["docs/coming_from.md"]
-PAGES["docs/coming_from.md"] = re.sub(
-    r"^\|.*? \| ", "| ", PAGES["docs/coming_from.md"], flags=re.MULTILINE
-)  # other trainers' flags
+PAGES["docs/coming_from.md"] = re.sub(r"^\|.*? \| ", "| ", COMING_FROM, flags=re.MULTILINE)  # without others' flags
 ALL = "\n".join(PAGES.values())
 TEMPLATES = tuple(sorted(path.stem for path in ROOT.glob("templates/*.py")))
 BLOCKS = re.findall(r"^ *```bash\n(.*?)```", ALL, re.DOTALL | re.MULTILINE)
@@ -52,19 +54,9 @@ KINDS = {
     r"mkdir -p runs$|nvidia-smi$|python -c |curl |head -1 |cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
 # What a user's values become here; flags that are not shown stay away.
-SMALL = {
-    "--num_processes": "2",
-    "--parallelism_config_sp_size": "2",
-    "--seq_length": "64",
-    "--max_tokens": "1024",
-    "--global_batch_size": "8",
-    "--per_device_train_batch_size": "2",
-    "--vocab_size": "320",
-    "--dataloader_num_workers": "1",
-    "--max_steps": "2",
-    "--max_new_tokens": "8",
-    "--model_preset": "3M",
-}
+SMALL = {"--num_processes": 2, "--parallelism_config_sp_size": 2, "--seq_length": 64, "--max_tokens": 1024}
+SMALL |= {"--global_batch_size": 8, "--per_device_train_batch_size": 2, "--vocab_size": 320, "--dataloader_num_workers": 1}
+SMALL |= {"--max_steps": 2, "--max_new_tokens": 8, "--model_preset": "3M"}
 TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
 
@@ -125,9 +117,8 @@ def test_every_page_config_template_job_and_folder_is_named_and_every_file_named
         assert [path for path in ROOT.glob(pattern) if f"{path.parent.name}/{path.name}" not in ALL] == []
     for path in (ROOT / "shared").iterdir():
         assert path.name.startswith("__") or f"shared/{path.name}/" in PAGES["docs/copying.md"], path
-    named = set(
-        re.findall(r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|tools|docs|jobs)/[\w./-]*\w", ALL)
-    )
+    folders = "templates|accelerate_configs|benchmarks|shared|tests|tools|docs|jobs"
+    named = set(re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]*\w", ALL))
     assert len(named) >= 40 and [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -144,10 +135,6 @@ def test_commands_fit_a_page_and_the_api_names_what_there_is():
 
 
 def test_every_flag_exists():
-    from accelerate.commands.launch import launch_command_parser
-
-    from tools.plan import PlanConfig
-
     known = {"config", "help", *configs.flags(PlanConfig)}
     for template in TEMPLATES:
         known |= configs.flags(load_template(template).Config).keys()
@@ -208,17 +195,14 @@ def test_the_messages_and_exit_codes_are_those_of_the_source():
 
 
 def test_the_examples_of_records_are_read():
-    from shared.text import forms, preferences
-
     examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGES["docs/data/chats.md"], re.DOTALL)]
     found = {forms.recognise(example, "docs/data") for example in examples}
     assert found == set(forms.FORMS)
     for example in examples:
         forms.read_example(example, forms.recognise(example, "docs/data"), "docs/data")
     section = PAGES["docs/data/pairs.md"]
-    pairs = [
-        json.loads(line) for text in re.findall(r"```jsonl\n(.*?)```", section, re.DOTALL) for line in text.splitlines()
-    ]
+    lines = "".join(re.findall(r"```jsonl\n(.*?)```", section, re.DOTALL)).splitlines()
+    pairs = [json.loads(line) for line in lines]
     assert {preferences.recognise(pair, "docs/data") for pair in pairs} == set(preferences.FORMS)
     for pair in pairs:
         form, both = preferences.two_records(pair, preferences.recognise(pair, "docs/data"), "docs/data")
@@ -238,25 +222,14 @@ def launched_on(tokens: list[str]) -> list[int]:
     return [1, 2, 4, 8] if number is None or "$" in str(number) else [int(number)]
 
 
+USERS_FILES = ["chats.jsonl", "more.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv", "corpus/a.txt", "data/a.txt"]
+USERS_FILES += [f"{folder}/{split}.jsonl" for folder in ("news", "headlines") for split in ("train", "validation")]
+USERS_FILES += ["photos/cat/1.jpg", "digits/train/3/1.png"]
+
+
 @pytest.mark.parametrize("line", LAUNCHES)
 def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(line, tmp_path, monkeypatch):
-    from accelerate.commands.launch import launch_command_parser
-
-    for name in (
-        "chats.jsonl",
-        "news/train.jsonl",
-        "news/validation.jsonl",
-        "headlines/train.jsonl",
-        "headlines/validation.jsonl",
-        "more.jsonl",
-        "pairs.jsonl",
-        "problems.jsonl",
-        "reviews.csv",
-        "corpus/a.txt",
-        "data/a.txt",
-        "photos/cat/1.jpg",
-        "digits/train/3/1.png",
-    ):
+    for name in USERS_FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -276,14 +249,6 @@ def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(li
             batch = configs.parse(template.Config, tokens[script + 1 :]).batch
             rows, accumulation = batch.micro_batch()
             assert (rows >= 1 and accumulation >= 1) or batch.global_batch_size == 0  # by the data, and divides then
-
-
-@pytest.mark.parametrize("part", parts("job"))
-def test_what_a_job_names_is_there(part):
-    """tests/test_jobs.py starts what these start."""
-    files = [token for token in shlex.split(part) if re.match(r"(jobs|templates|accelerate_configs)/", token)]
-    assert files or "build" in shlex.split(part)
-    assert all((ROOT / file).is_file() for file in files), files
 
 
 @pytest.mark.parametrize("part", parts("shared"))
@@ -313,65 +278,60 @@ def test_an_edit_of_the_step_applies(edit, tmp_path):
 # Slow: what is written is given -----------------------------------------------------------------------------------------
 
 
+# What stands for a user's models and data, and the words for it on the pages. There is no network here:
+# tests/data/test_remote.py reads such files from servers of its own.
+STANDS_FOR = {
+    "tiny_model": "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct Qwen/Qwen3-VL-8B-Instruct runs/sft/final "
+    "answerdotai/ModernBERT-base google-bert/bert-base-uncased news/smollm2 headlines/minilm",
+    "instruct": "Qwen/Qwen2.5-1.5B-Instruct",
+    "convnext": "facebook/convnext-tiny-224",
+    "chats.jsonl": "chats.jsonl news/train.jsonl https://example.com/chats.jsonl.gz",
+    "more.jsonl": "more.jsonl news/validation.jsonl",
+    "pairs.jsonl": "pairs.jsonl",
+    "problems.jsonl": "problems.jsonl",
+    "reviews.csv": "reviews.csv headlines/train.jsonl headlines/validation.jsonl",
+    "corpus/text.jsonl": "s3://bucket/a.parquet s3://bucket/b.parquet",
+    "corpus": "corpus/ /data",
+    "images": "photos/ digits/train",
+}
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, architectures):
-    """What stands for a user's models and data, by the word on the page."""
-    from transformers import AutoConfig, AutoModelForImageClassification, ConvNextImageProcessor
-
+    """A folder with the keys of STANDS_FOR."""
     folder = tmp_path_factory.mktemp("world")
-    config = AutoConfig.from_pretrained(architectures / "convnext")
-    AutoModelForImageClassification.from_config(config).save_pretrained(folder / "convnext")
+    save_classifier(architectures / "convnext", folder / "convnext")
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
-    shutil.copy(chat_file, folder / "more.jsonl")
+    shutil.copytree(image_folder, folder / "images")
+    for name in ("chats.jsonl", "more.jsonl"):
+        shutil.copy(chat_file, folder / name)
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    pairs = [{"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    shutil.copytree(tiny_model, folder / "instruct")
-    (folder / "instruct/chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-    )
+    pairs = ({"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns)
+    write_lines(folder / "pairs.jsonl", pairs)
+    problems = ({"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40))
+    write_lines(folder / "problems.jsonl", problems)
+    for name in ("tiny_model", "instruct"):
+        shutil.copytree(tiny_model, folder / name)
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    (folder / "instruct/chat_template.jinja").write_text(template)
     rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}" for _, answer in turns]
     (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
-    return {
-        "meta-llama/Llama-3.1-8B": tiny_model,
-        "meta-llama/Llama-3.1-8B-Instruct": tiny_model,
-        "Qwen/Qwen3-VL-8B-Instruct": tiny_model,
-        "runs/sft/final": tiny_model,
-        "answerdotai/ModernBERT-base": tiny_model,
-        "google-bert/bert-base-uncased": tiny_model,
-        "Qwen/Qwen2.5-1.5B-Instruct": folder / "instruct",
-        "pairs.jsonl": folder / "pairs.jsonl",
-        "problems.jsonl": folder / "problems.jsonl",
-        "reviews.csv": folder / "reviews.csv",
-        "facebook/convnext-tiny-224": folder / "convnext",
-        "chats.jsonl": chat_file,
-        "news/smollm2": tiny_model,
-        "news/train.jsonl": chat_file,
-        "news/validation.jsonl": folder / "more.jsonl",
-        "headlines/minilm": tiny_model,
-        "headlines/train.jsonl": folder / "reviews.csv",
-        "headlines/validation.jsonl": folder / "reviews.csv",
-        "more.jsonl": folder / "more.jsonl",
-        # there is no network here: tests/data/test_remote.py reads such files from servers of its own
-        "https://example.com/chats.jsonl.gz": chat_file,
-        "s3://bucket/a.parquet": text_file,
-        "s3://bucket/b.parquet": text_file,
-        "corpus/": folder / "corpus",
-        "/data": folder / "corpus",  # mounted there
-        "photos/": image_folder,
-        "digits/train": image_folder,
-    }
+    return folder
 
 
-def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
+def in_the_world(tokens: list[str], world: Path) -> list[str]:
+    """Words of the pages as what stands for them."""
+    stands_for = {word: str(world / name) for name, words in STANDS_FOR.items() for word in words.split()}
+    return [stands_for.get(token, token) for token in tokens]
+
+
+def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[str]:
     """The arguments of `accelerate launch`, for here."""
-    tokens = [str(world.get(token, token)) for token in tokens]
+    tokens = in_the_world(tokens, world)
     for i, token in enumerate(tokens[:-1]):
         if token in SMALL:
-            tokens[i + 1] = SMALL[token]
+            tokens[i + 1] = str(SMALL[token])
         elif token == "--num_train_epochs":
             tokens[i : i + 2] = ["--max_steps", "2"]
         elif token == "--output_dir":
@@ -385,7 +345,7 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
             del launcher[launcher.index(flag) : launcher.index(flag) + 2]
     if "--mixed_precision" not in launcher:
         launcher += ["--mixed_precision", "no"]
-    launcher += ["--main_process_port", str(free_port())] if "--config_file" in launcher else []
+    launcher += ["--main_process_port", str(port)] if "--config_file" in launcher else []
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
@@ -398,24 +358,28 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     return [*launcher, str(ROOT / tokens[script]), *given]
 
 
-def launch(part: str, world: dict, folder: Path) -> None:
-    tokens = shlex.split(part[part.index("accelerate launch ") :])[2:]
-    code, output = LAUNCHER.run(small(tokens, world, folder), dict(os.environ), cwd=ROOT)
+def launch(tokens: list[str], world: Path, folder: Path) -> str:
+    code, output = LAUNCHER.run(small(tokens, world, folder, free_port()), dict(os.environ), cwd=ROOT)
     assert code == 0, output
-    if "--preprocess_only" in tokens:
-        assert "prepared" in output and not (folder / "run/final").exists(), output
-    else:
-        assert (folder / "run/final").is_dir() and (folder / "run/curves.png").exists()
+    return output
 
 
-def test_the_first_command(world, tmp_path):
-    launch(FIRST.split(" && ")[1], world, tmp_path)
+def arguments(part: str) -> list[str]:
+    return shlex.split(part[part.index("accelerate launch ") :])[2:]
+
+
+# Once each, of those that are the same here. tests/promises/test_lora_finetune.py launches the first, too.
+DIFFERENT = {tuple(small(arguments(part), Path("a"), Path("b"))): part for part in parts("launch")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [part for part in parts("launch") if part not in FIRST])
+@pytest.mark.parametrize("part", [part for part in DIFFERENT.values() if part not in FIRST])
 def test_a_launch(part, world, tmp_path):
-    launch(part, world, tmp_path)
+    output = launch(arguments(part), world, tmp_path)
+    if "--preprocess_only" in part:
+        assert "prepared" in output and not (tmp_path / "run/final").exists(), output
+    else:
+        assert (tmp_path / "run/final").is_dir() and (tmp_path / "run/curves.png").exists()
 
 
 AFTER_TRAINING = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.md"], re.DOTALL)
@@ -477,8 +441,8 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [p for p in parts("shared") if p.split()[3] in ("new", "plan")])
 def test_a_command_of_the_package(part, world, tmp_path):
-    words = {"../my-project": tmp_path / "my-project", "../upgrade/my-project": tmp_path / "upgraded"}
-    tokens = [str(words.get(token, world.get(token, token))) for token in shlex.split(part)[1:]]
+    words = {"../my-project": str(tmp_path / "my-project"), "../upgrade/my-project": str(tmp_path / "upgraded")}
+    tokens = [words.get(token, token) for token in in_the_world(shlex.split(part)[1:], world)]
     done = subprocess.run([sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout, done.stderr
 
@@ -495,8 +459,7 @@ def test_what_a_container_is_started_with(part, world, tmp_path):
         assert " ".join(given) in README  # the same as the first command
     if given != ["selftest"]:
         assert given[:2] == ["accelerate", "launch"]
-        code, output = LAUNCHER.run(small(given[2:], world, tmp_path), dict(os.environ), cwd=ROOT)
-        assert code == 0, output
+        launch(given[2:], world, tmp_path)
 
 
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):

@@ -19,10 +19,8 @@ TEMPLATE = (
 BEGIN_AT_ZERO = ("mm_input_projection_weight", "img_feature_extensor")  # with which a model would see nothing
 
 
-def _qwen(name: str, patch: int) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
-        import transformers as t
-
+def _qwen(name: str, patch: int) -> Callable[[Any, Any], Any]:
+    def make(t: Any, tokenizer: Any) -> Any:
         pixels = {"patch_size": patch, "merge_size": 2, "min_pixels": 4 * patch**2, "max_pixels": 64 * patch**2}
         kind = "Qwen3VL" if name == "Qwen3VL" else "Qwen2VL"
         video = getattr(t, f"{kind}VideoProcessor")(patch_size=patch, merge_size=2)
@@ -31,79 +29,58 @@ def _qwen(name: str, patch: int) -> Callable[[Any], Any]:
     return make
 
 
-def _smolvlm(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _smolvlm(t: Any, tokenizer: Any) -> Any:
     size = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
     video = t.SmolVLMVideoProcessor(**size, video_sampling={"fps": 1, "max_frames": 2, "video_size": {"longest_edge": 28}})
     return t.SmolVLMProcessor(t.SmolVLMImageProcessor(**size), tokenizer, video, image_seq_len=1)
 
 
-def _idefics3(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _idefics3(t: Any, tokenizer: Any) -> Any:
     size = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
     return t.Idefics3Processor(t.Idefics3ImageProcessor(**size), tokenizer, image_seq_len=1)
 
 
-def _gemma3(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _gemma3(t: Any, tokenizer: Any) -> Any:
     images = t.Gemma3ImageProcessor(size={"height": 56, "width": 56})
     return t.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
-def _mistral3(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _mistral3(t: Any, tokenizer: Any) -> Any:
     images = t.PixtralImageProcessor(patch_size=14, size={"longest_edge": 112})
     return t.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
 
 
-def _internvl(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _internvl(t: Any, tokenizer: Any) -> Any:
     images = t.GotOcr2ImageProcessor(size={"height": 28, "width": 28}, min_patches=1, max_patches=4, crop_to_patches=True)
     video = t.InternVLVideoProcessor(size={"height": 28, "width": 28})
     return t.InternVLProcessor(images, tokenizer, video, image_seq_length=1)
 
 
-def _glm4v(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _glm4v(t: Any, tokenizer: Any) -> Any:
     pixels = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 112 * 112}, "patch_size": 14, "merge_size": 2}
     return t.Glm4vProcessor(t.Glm4vImageProcessor(**pixels), tokenizer, t.Glm4vVideoProcessor(patch_size=14))
 
 
-def _llava_onevision(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _llava_onevision(t: Any, tokenizer: Any) -> Any:
     size = {"height": 28, "width": 28}
     images = t.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]])
     video = t.LlavaOnevisionVideoProcessor(size=size)
-    return t.LlavaOnevisionProcessor(
-        images, tokenizer, video, num_image_tokens=4, vision_feature_select_strategy="full", patch_size=14
-    )
+    options = {"num_image_tokens": 4, "vision_feature_select_strategy": "full", "patch_size": 14}
+    return t.LlavaOnevisionProcessor(images, tokenizer, video, **options)
 
 
-def _llama4(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _llama4(t: Any, tokenizer: Any) -> Any:
     images = t.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=4)
     return t.Llama4Processor(images, tokenizer, patch_size=14, pixel_shuffle_ratio=0.5)
 
 
-def _paligemma(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _paligemma(t: Any, tokenizer: Any) -> Any:
     images = t.SiglipImageProcessor(size={"height": 28, "width": 28})
     images.image_seq_length = 4
     return t.PaliGemmaProcessor(images, tokenizer)
 
 
-def _phi4(tokenizer: Any) -> Any:
-    import transformers as t
-
+def _phi4(t: Any, tokenizer: Any) -> Any:
     # it counts an image's tokens for 32 x 32 patches alone
     images = t.Phi4MultimodalImageProcessor(size={"height": 448, "width": 448}, patch_size=14, dynamic_hd=2)
     return t.Phi4MultimodalProcessor(images, t.Phi4MultimodalFeatureExtractor(), tokenizer)
@@ -118,7 +95,10 @@ QWEN = {
     "vision_end_token_id": "<|vision_end|>",
 }
 IN_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, Any]]] = {
+AROUND = {"image_token_id": "<image>", "_": "<fake_token_around_image>", "__": "<global-img>"}
+IN_IDEFICS = ("<image>", AROUND, {"scale_factor": 2})
+IN_PIXTRAL = {"image_token_id": "[IMG]", "_": "[IMG_BREAK]", "__": "[IMG_END]"}
+FAMILIES: dict[str, tuple[Callable[[Any, Any], Any], str, dict[str, str], dict[str, Any]]] = {
     "qwen2_5_vl": (_qwen("Qwen2_5_VL", 14), IN_QWEN, QWEN, {}),
     "qwen3_vl": (_qwen("Qwen3VL", 14), IN_QWEN, QWEN, {"text_config": model_families.MROPE}),
     "qwen3_5": (_qwen("Qwen3VL", 14), IN_QWEN, QWEN, {}),
@@ -128,24 +108,9 @@ FAMILIES: dict[str, tuple[Callable[[Any], Any], str, dict[str, str], dict[str, A
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         {"mm_tokens_per_image": 4, "vision_config": {"image_size": 56}},
     ),
-    "smolvlm": (
-        _smolvlm,
-        "<image>",
-        {"image_token_id": "<image>", "_": "<fake_token_around_image>", "__": "<global-img>"},
-        {"scale_factor": 2},
-    ),
-    "idefics3": (
-        _idefics3,
-        "<image>",
-        {"image_token_id": "<image>", "_": "<fake_token_around_image>", "__": "<global-img>"},
-        {"scale_factor": 2},
-    ),
-    "mistral3": (
-        _mistral3,
-        "[IMG]",
-        {"image_token_id": "[IMG]", "_": "[IMG_BREAK]", "__": "[IMG_END]"},
-        {"spatial_merge_size": 2},
-    ),
+    "smolvlm": (_smolvlm, *IN_IDEFICS),
+    "idefics3": (_idefics3, *IN_IDEFICS),
+    "mistral3": (_mistral3, "[IMG]", IN_PIXTRAL, {"spatial_merge_size": 2}),
     "internvl": (
         _internvl,
         "<IMG_CONTEXT>",
@@ -225,7 +190,7 @@ def make(family: str, folder: Path) -> type:
             setattr(of, key, part)
     if "image_token_id" in ids:
         config.image_token_index = ids["image_token_id"]
-    processor = processor_of(tokenizer)  # which may add tokens
+    processor = processor_of(transformers, tokenizer)  # which may add tokens
     text = config.get_text_config()
     text.vocab_size = len(tokenizer)
     transformers.set_seed(model_families.SEED)

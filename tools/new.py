@@ -27,16 +27,17 @@ UNFIT = {
 }
 GITIGNORE = "__pycache__/\n*.pyc\n*.log\ncache/\noutputs/\nruns/\nwandb/\n.venv/\n"
 
+_FEW = "--global_batch_size 4 --per_device_train_batch_size 2 --eval_samples 4"
 _TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
 # Flags of a run that takes seconds on a CPU, without network.
 FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "text_classification": "--seq_length 32 --validation_split_percentage 2",
-    "dpo": "--max_train_samples 60 --eval_samples 4 --show_answers 0 --seq_length 128",
-    "grpo": "--eval_answers 4 --show_answers 0 --group_size 2",
-    "lora_finetune": "--eval_samples 4 --show_answers 0 --seq_length 128",
-    "full_finetune": "--eval_samples 4 --show_answers 0 --seq_length 128",
+    "dpo": f"--max_train_samples 60 --show_answers 0 --seq_length 128 {_FEW}",
+    "grpo": f"--eval_answers 4 --show_answers 0 --group_size 2 {_FEW}",
+    "lora_finetune": f"--show_answers 0 --seq_length 128 {_FEW}",
+    "full_finetune": f"--show_answers 0 --seq_length 128 {_FEW}",
     "image_classification": (
         "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4"
     ),

@@ -31,7 +31,8 @@ from shared.models.generation import generate, sees_padding
 from shared.text import chat, preferences
 from shared.text.corpus import train_tokenizer
 from shared.text.options import ChatConfig, PreferenceConfig
-from tests.conftest import LAUNCHER, ROOT, Run, command, put_a_token_before_texts, run, sentence, slow
+from tests.conftest import LAUNCHER, ROOT, Run, command, put_a_token_before_texts, run, sentence, slow, write_lines
+from tests.plain_loop import turn
 
 NAMES = ("red", "green blue", "black")
 NEW_TOKENS = 8
@@ -122,9 +123,8 @@ def test_ranks_share_the_prompts_in_equally_many_batches_of_similar_length(promp
     assert len({part.shape for part in parts}) == 1 and parts[0].shape[1] <= per_device
     assert sum(part.size for part in parts) - prompts < len(parts[0]) * ranks  # hardly any room is empty
     assert sorted(number for part in parts for number in part.flat if number >= 0) == list(range(prompts))
-    windows = [
-        [lengths[number] for part in parts for number in part[window] if number >= 0] for window in range(len(parts[0]))
-    ]
+    each = range(len(parts[0]))
+    windows = [[lengths[number] for part in parts for number in part[window] if number >= 0] for window in each]
     assert all(min(one) >= max(other) for one, other in itertools.pairwise(windows))
 
 
@@ -175,18 +175,10 @@ def words_with_a_space_before():
     pieces = ["<s>", "</s>", "▁def", "▁f():", "▁▁▁▁return", "▁7", "▁x", "▁", "\n", "def"]
     model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], ignore_merges=True)
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
-            pre_tokenizers.Split(Regex(r"▁*[^▁\n]+|▁+|\n"), "isolated"),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(r"▁*[^▁\n]+|▁+|\n"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first", split=False), split])
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return put_a_token_before_texts(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
-
-
-def turn(role, content):
-    return {"role": role, "content": content}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +193,7 @@ def colours(tmp_path_factory):
         records.append({"messages": [turn("user", asked), turn("assistant", NAMES[number % 3])], "points": number % 4})
     folder = tmp_path_factory.mktemp("colours")
     for name, part in (("train", records[:24]), ("test", records[13:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+        write_lines(folder / f"{name}.jsonl", part)
     return folder, records[13:]
 
 
@@ -226,10 +218,6 @@ def answers(ended: Run) -> list[dict]:
     return [json.loads(line) for line in (ended.folder / "answers.jsonl").read_text().splitlines()]
 
 
-def scores(ended: Run, name: str) -> list[float]:
-    return [row[f"eval_{name}"] for row in ended.rows if f"eval_{name}" in row]
-
-
 def words(text: str) -> list[str]:
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return [word for word in kept.split() if word not in ("a", "an", "the")]
@@ -246,7 +234,7 @@ def f1(answer: list[str], reference: list[str]) -> float:
 def test_scores_equal_a_plain_loop_of_generate_and_choose_the_best_weights(alone, colours):
     rows = answers(alone)
     assert [row["step"] for row in rows] == [step for step in (0, 8, 16, 24) for _ in range(9)]
-    found = dict(zip((0, 8, 16, 24), scores(alone, "token_f1"), strict=True))
+    found = dict(zip((0, 8, 16, 24), alone.each("eval_token_f1"), strict=True))
     best = max((8, 16, 24), key=lambda step: found[step])
     assert found[best] > max(0.3, found[0])  # something to measure
     measured = re.search(r"best by token_f1: step (\d+), ([\d.]+)", alone.output)
@@ -267,9 +255,9 @@ def test_scores_equal_a_plain_loop_of_generate_and_choose_the_best_weights(alone
     of_best = [row for row in rows if row["step"] == int(measured[1])]
     assert [(row["answer"], row["reference"], row["cut"]) for row in of_best] == plain
     assert found[best] == pytest.approx(sum(f1(words(a), words(b)) for a, b, _ in plain) / 9)
-    exact = scores(alone, "exact_match")[int(measured[1]) // 8]
+    exact = alone.each("eval_exact_match")[int(measured[1]) // 8]
     assert exact == pytest.approx(sum(words(a) == words(b) for a, b, _ in plain) / 9)
-    report = json.loads((alone.folder / "evaluation.json").read_text())
+    report = alone.evaluation
     latest = sorted((row for row in rows if row["step"] == 24), key=lambda row: row["scores"]["token_f1"])
     assert (report["step"], report["worst by token_f1"]) == (24, latest)
     assert report["eval_token_f1"] == pytest.approx(found[24])
@@ -277,14 +265,16 @@ def test_scores_equal_a_plain_loop_of_generate_and_choose_the_best_weights(alone
     assert f"{cut} of 9 answers end at --max_new_tokens {NEW_TOKENS}" in alone.output
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel"), slow("deepspeed_zero3")])
+@pytest.mark.parametrize("config", ["fsdp2", slow("tensor_parallel"), slow("deepspeed_zero3")])
 def test_every_launch_gives_the_same_answers(alone, flags, tmp_path, config):
+    """DDP: below."""
     other = run("full_finetune", tmp_path / "run", *flags, processes=2, config=config)
     manifest = other.manifest(24)
     assert manifest["world_size"] == 2 and manifest["strategy"] != alone.manifest(24)["strategy"]
     assert answers(other) == answers(alone)
+    assert other.losses == pytest.approx(alone.losses, rel=1e-3)
     for name in ("exact_match", "token_f1"):
-        assert scores(other, name) == pytest.approx(scores(alone, name))
+        assert other.each(f"eval_{name}") == pytest.approx(alone.each(f"eval_{name}"))
 
 
 @pytest.mark.slow
@@ -308,10 +298,10 @@ def test_a_stopped_run_measures_the_same(alone, flags, tmp_path):
     assert killed.returncode and max(row["step"] for row in answers(killed)) == 24
     resumed = run("full_finetune", tmp_path / "run", *flags)
     assert "resumed from" in resumed.output
-    assert answers(resumed) == answers(alone) and scores(resumed, "token_f1") == scores(alone, "token_f1")
+    assert answers(resumed) == answers(alone) and resumed.each("eval_token_f1") == alone.each("eval_token_f1")
 
 
-def test_a_score_of_one_s_own_sees_the_record_and_chooses_in_its_direction(flags, tmp_path):
+def test_a_score_of_one_s_own_sees_the_record_and_chooses_in_its_direction(alone, flags, tmp_path):
     """A number of torch. Lower is better, by its name. Two processes, each of which scores its own answers."""
     template = (ROOT / "templates/full_finetune.py").read_text()
     own = """
@@ -330,8 +320,13 @@ def evaluate("""
     assert code == 0, output
     ended = Run(tmp_path / "run", code, output)
     rows = answers(ended)
+    assert ended.manifest(24)["strategy"] == "DDP x 2 on cpu, fp32"
+    assert [row["answer"] for row in rows] == [row["answer"] for row in answers(alone)]
+    assert ended.losses == pytest.approx(alone.losses, rel=1e-3)
     means = [sum(row["scores"]["points_error"] for row in rows if row["step"] == step) / 9 for step in (0, 8, 16, 24)]
-    assert scores(ended, "points_error") == pytest.approx(means) and len({row["scores"]["points_error"] for row in rows}) > 2
+    assert (
+        ended.each("eval_points_error") == pytest.approx(means) and len({row["scores"]["points_error"] for row in rows}) > 2
+    )
     best = re.search(r"best by points_error: step \d+, ([\d.]+)", output)
     assert best and float(best[1]) == pytest.approx(min(means[1:]), abs=1e-4)
 
@@ -339,9 +334,8 @@ def evaluate("""
 def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, tmp_path):
     folder, records = colours
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    data = ChatConfig(
-        train_file=(str(folder / "train.jsonl"),), validation_file=(str(folder / "test.jsonl"),), seq_length=64
-    )
+    files = {"train_file": (str(folder / "train.jsonl"),), "validation_file": (str(folder / "test.jsonl"),)}
+    data = ChatConfig(**files, seq_length=64)
     _, held_out = chat.open_samples(data, tokenizer)
     for index in (0, 5):
         prompt, reference, others = held_out.prompt(index)
@@ -349,8 +343,7 @@ def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, 
         assert tokenizer.decode(reference, skip_special_tokens=True).strip() == records[index]["messages"][1]["content"]
         assert others == {"points": records[index]["points"]}
     pairs = [{"prompt": f"Say {n}:", "chosen": f" {n}", "rejected": " no", "points": n} for n in range(1, 5)]
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
     options = PreferenceConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=64)
     _, tuned = preferences.read_pairs(options, tokenizer, demo_samples=1)
     _, reference, others = tuned.prompt(2)

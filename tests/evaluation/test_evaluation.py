@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,14 @@ from shared.data.order import IGNORED
 from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
-from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, of_numbers, of_one_label
+from shared.evaluation.kinds import (
+    binary_cross_entropy,
+    cross_entropy,
+    evaluation_of,
+    of_numbers,
+    of_one_label,
+    of_several_labels,
+)
 from shared.images.files import Images
 
 
@@ -63,6 +71,8 @@ def test_weights_without_smoothing_are_torchs_and_a_mixed_sample_is_the_sum_of_i
         cross_entropy(logits, labels, weight=weight) * counts,
         F.cross_entropy(logits, labels, weight=weight, reduction="none"),
     )
+    shares = cross_entropy(logits, one_hot, weight=weight)
+    torch.testing.assert_close(shares[counts], cross_entropy(logits, labels, weight=weight)[counts])
     torch.testing.assert_close(
         3 * binary_cross_entropy(logits, one_hot, weight=weight),
         F.binary_cross_entropy_with_logits(logits, one_hot, pos_weight=weight, reduction="none"),
@@ -72,6 +82,8 @@ def test_weights_without_smoothing_are_torchs_and_a_mixed_sample_is_the_sum_of_i
         def losses(targets, loss=loss):
             return loss(logits, targets, weight=weight, label_smoothing=0.1)
 
+        even = {"weight": torch.ones(3), "label_smoothing": 0.1}
+        torch.testing.assert_close(loss(logits, one_hot, label_smoothing=0.1), loss(logits, one_hot, **even))
         mixed = losses(0.3 * one_hot + 0.7 * one_hot.flip(0))
         torch.testing.assert_close(mixed, 0.3 * losses(one_hot) + 0.7 * losses(one_hot.flip(0)))
         assert losses(labels if loss is cross_entropy else labels[:, None].expand(6, 3)).isfinite().all()
@@ -178,11 +190,43 @@ def test_the_figures_are_scikit_learns(data, classes, size):
     assert summary["eval_accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
     f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0)
     assert summary["eval_macro_f1"] == pytest.approx(f1)
+    assert summary["eval_matthews"] == pytest.approx(metrics.matthews_corrcoef(labels, predicted))
+    recalls = metrics.recall_score(labels, predicted, average=None, labels=sorted(set(labels)), zero_division=0)
+    assert summary["eval_balanced_accuracy"] == pytest.approx(recalls.mean())
 
 
 def test_the_most_confident_mistake_comes_first():
     predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
     assert predictions.worst.tolist() == [2, 4, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "figure"),
+    [
+        ("regression", [1.0, 2.0], "eval_mae"),
+        ("multi_label", [1.0, 0, 0.5, -1], "eval_map"),
+        ("single_label", [0, 0, 0.9, 0.1, 0], "eval_accuracy"),
+    ],
+)
+def test_the_kind_of_labels_decides_the_figures(kind, row, figure):
+    data = SimpleNamespace(problem_type=kind, classes=("a", "b"), validation=[None])
+    assert figure in evaluation_of(Accelerator(cpu=True), [torch.tensor([row])], data, "texts").summary
+
+
+def test_one_answer_for_all_is_told():
+    assert made([0, 1, 1], [1, 1, 1], "ab").headline == (
+        "66.67% of 3 validation images are right; the model calls all of them 'b'"
+    )
+    assert made([0, 1, 1], [1, 1, 0], "ab").headline == "33.33% of 3 validation images are right"
+
+
+def test_a_probability_of_just_the_threshold_is_a_yes_and_the_worst_sample_comes_first():
+    rows = np.array([[1, 1, 0.0, -1.0], [1, 0, -3.0, -2.0], [0, 0, 1.0, 2.0], [0, 1, 0.5, 4.0], [1, 1, 3.0, 3.0]])
+    # labels, logits
+    predictions = of_several_labels(rows, ("a", "b"), "images", {"a": 0.5, "b": 0.5})
+    assert predictions.predicted.tolist() == [[1, 0], [0, 0], [1, 1], [1, 1], [1, 1]]
+    assert predictions.worst.tolist() == [1, 2, 0, 3]
+    assert predictions.scores["score of a"].tolist() == [0.5, 0.047426, 0.731059, 0.622459, 0.952574]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -262,14 +306,14 @@ def test_without_mistakes_there_is_no_page(run_dir, pictures):
 
 def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     """matplotlib takes text between dollar signs for a formula, and refuses what is not Unicode."""
-    labels = np.arange(100)
-    names = ["$5^", "cost $_{$", "caf\udce9", *(f"class number {i}" for i in range(97))]
-    written = made(labels, (labels + 1) % 100, names).write(run_dir, pictures(100))
+    labels = np.arange(42)  # more than a picture shows
+    names = ["$5^", "cost $_{$", "caf\udce9", *(f"class number {i}" for i in range(39))]
+    written = made(labels, (labels + 1) % 42, names).write(run_dir, pictures(42))
     assert [path.name for path in written] == ["confusion_matrix.png", "mistakes.png"]
     assert "warning" not in capsys.readouterr().err
     assert set(names) == set(json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"])
     assert "caf\\udce9" in (run_dir / "predictions.csv").read_text(encoding="utf-8")
-    written = made(labels, labels * 0 + 1, names).write(run_dir, pictures(100))  # its name is in the title
+    written = made(labels[:4], labels[:4] * 0 + 1, names[:4]).write(run_dir, pictures(4))  # its name is in the title
     assert len(written) == 2 and "warning" not in capsys.readouterr().err
 
 
@@ -310,14 +354,16 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
 
 
 def test_numbers_that_do_not_vary_have_no_correlation():
-    labels = np.array([10.0, 20.0, 42.0])
-    constant = of_numbers(np.stack([labels, np.full(3, 5.4675)], axis=1), "texts")
-    assert constant.summary == {
-        "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
-        "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
-        "eval_pearson": 0.0,
-        "eval_spearman": 0.0,
-    }
-    good = of_numbers(np.stack([labels, labels + 1], axis=1), "texts")
+    numbers, same = np.array([0.1, 0.2, 0.42]), np.full(3, 0.054675)
+    for pair in ((numbers, same), (same, numbers)):
+        constant = of_numbers(np.stack(pair, axis=1), "texts")
+        assert constant.summary == {
+            "eval_loss": pytest.approx(((numbers - 0.054675) ** 2).mean(), rel=1e-5),
+            "eval_mae": pytest.approx(0.24 - 0.054675, rel=1e-5),
+            "eval_pearson": 0.0,
+            "eval_spearman": 0.0,
+        }
+        assert constant.worst.tolist() == [2, 1, 0]
+    good = of_numbers(np.stack([numbers, numbers + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
-    assert row_of(good.columns, 1) == {"label": 20.0, "predicted": 21.0}
+    assert row_of(good.columns, 1) == {"label": 0.2, "predicted": 1.2}

@@ -70,43 +70,6 @@ def reason(source, **options):
 # What decodes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_png_keeps_its_pixels_whether_a_file_or_bytes(tmp_path):
-    for source in both(encoded(Image.fromarray(pixels()), "PNG"), tmp_path):
-        image = decode(source)
-        assert image.mode == "RGB"
-        assert np.array_equal(np.asarray(image), pixels())
-
-
-@pytest.mark.parametrize("transparency", [0, bytes([0, 128, 255])])
-def test_a_palette_with_transparency_keeps_its_colours(transparency):
-    image = Image.new("P", (3, 1))
-    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
-    for x in range(3):
-        image.putpixel((x, 0), x)
-    content = encoded(image, "PNG", transparency=transparency)
-    assert Image.open(io.BytesIO(content)).info["transparency"] == transparency
-    decoded = decode(content)
-    assert decoded.mode == "RGB"
-    assert np.asarray(decoded).tolist() == [[[255, 0, 0], [0, 255, 0], [0, 0, 255]]]
-
-
-@pytest.mark.parametrize(("mode", "channels"), [("LA", 2), ("RGBA", 4)])
-def test_an_alpha_channel_is_dropped_and_the_colours_stay(mode, channels):
-    values = pixels(channels=channels)
-    image = decode(encoded(Image.fromarray(values, mode), "PNG"))
-    colours = values[..., :3] if mode == "RGBA" else np.repeat(values[..., :1], 3, axis=2)
-    assert image.mode == "RGB"
-    assert np.array_equal(np.asarray(image), colours)
-
-
-def test_a_cmyk_jpeg_has_the_colours_it_was_made_of():
-    content = encoded(Image.fromarray(smooth(32, 48)).convert("CMYK"), "JPEG", quality=100)
-    assert Image.open(io.BytesIO(content)).mode == "CMYK"
-    image = decode(content)
-    assert image.mode == "RGB"
-    assert np.abs(np.asarray(image).astype(int) - smooth(32, 48)).max() <= 8
-
-
 def test_of_an_animation_the_first_frame_is_taken():
     frames = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime", "blue")]
     content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
@@ -130,14 +93,15 @@ TURNS = {
 
 
 @pytest.mark.parametrize("orientation", TURNS)
-def test_a_turned_photograph_is_set_upright(orientation, tmp_path):
-    exif = Image.Exif()
+@pytest.mark.parametrize("options", [{}, {"quality": 30, "subsampling": 2}, {"progressive": True}, {"subsampling": 0}])
+def test_a_turned_photograph_is_set_upright(orientation, options, tmp_path):
+    """As a picture and as a tensor, bit for bit."""
+    exif, stored = Image.Exif(), Image.fromarray(pixels(67, 101))
     exif[0x0112] = orientation
-    stored = Image.fromarray(smooth(16, 32))
-    plain = np.asarray(decode(encoded(stored, "JPEG", quality=95)))
-    for source in both(encoded(stored, "JPEG", quality=95, exif=exif), tmp_path, "photo.jpg"):
-        image = decode(source)
-        assert np.array_equal(np.asarray(image), TURNS[orientation](plain))
+    upright = TURNS[orientation](np.asarray(decode(encoded(stored, "JPEG", **options))))
+    for source in both(encoded(stored, "JPEG", exif=exif, **options), tmp_path):
+        assert np.array_equal(np.asarray(decode(source)), upright)
+        assert np.array_equal(decode_tensor(source).permute(1, 2, 0).numpy(), upright)
 
 
 NUMBER, TEXT = b"\x12\1\3\0\1\0\0\0%c\0\0\0", b"\x12\1\2\0\2\0\0\0%c\0\0\0"  # EXIF's entry of the orientation
@@ -174,15 +138,20 @@ def test_the_size_that_is_counted_is_that_of_the_pixels_of_plain_transformers(ki
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [*(("PNG", mode) for mode in ("RGBA", "LA", "P", "RGB", "L")), ("WEBP", "RGBA"), ("TIFF", "RGBA"), ("GIF", "P")],
+    ("kind", "mode", "transparency"),
+    [
+        *(("PNG", mode, None) for mode in ("RGBA", "LA", "P", "RGB", "L")),
+        *[("PNG", "P", 3), ("PNG", "P", bytes([0, 128, 255])), ("PNG", "RGB", (9, 9, 9)), ("PNG", "L", 9)],
+        *[("WEBP", "RGBA", None), ("TIFF", "RGBA", None), ("GIF", "P", 3), ("JPEG", "CMYK", None)],
+    ],
 )
-def test_what_is_transparent_is_what_pipelines_make_of_it(kind, mode, tmp_path):
+def test_pixels_are_what_pipelines_make_of_them(kind, mode, transparency, tmp_path):
     """transformers' load_image drops transparency: the colour below it shows."""
-    image = Image.fromarray(pixels(channels=4), "RGBA").convert(mode)
-    options = {"transparency": {"P": 3, "RGB": (9, 9, 9), "L": 9}[mode]} if mode in ("P", "RGB", "L") else {}
-    (tmp_path / "chart").write_bytes(encoded(image, kind, lossless=True, **options))
-    assert np.array_equal(np.asarray(decode(tmp_path / "chart")), np.asarray(load_image(str(tmp_path / "chart"))))
+    image = Image.fromarray(pixels(channels=4), "RGBA").convert("RGB" if mode == "CMYK" else "RGBA").convert(mode)
+    options = {} if transparency is None else {"transparency": transparency}
+    for source in both(encoded(image, kind, lossless=True, **options), tmp_path):
+        assert decode(source).mode == "RGB"
+        assert np.array_equal(np.asarray(decode(source)), np.asarray(load_image(str(tmp_path / "image.bin"))))
 
 
 def test_a_large_jpeg_is_shrunk_while_it_is_decoded_and_keeps_its_colours():
@@ -201,24 +170,10 @@ HELD |= {"PNG": ("RGB", "L", "RGBA", "P", "1"), "TIFF": ("RGB", "L", "CMYK", "RG
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in HELD.items() for mode in modes])
 def test_tensors_hold_what_pictures_hold(kind, mode, tmp_path):
     """Whatever decodes them: of JPEGs, too, bit for bit."""
-    grey = Image.fromarray(pixels(33, 50, channels=1).astype(np.uint16) << 8)
-    picture = grey if mode == "I;16" else Image.fromarray(smooth(33, 50)).convert(mode)
-    for source in both(encoded(picture, kind), tmp_path):
+    for source in both(encoded(Image.fromarray(smooth(33, 50)).convert(mode), kind), tmp_path):
         ours = decode_tensor(source)
         assert ours.dtype == torch.uint8
         assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.asarray(decode(source)))
-
-
-@pytest.mark.parametrize("orientation", TURNS)
-@pytest.mark.parametrize("options", [{}, {"quality": 30, "subsampling": 2}, {"progressive": True}, {"subsampling": 0}])
-def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    content = encoded(Image.fromarray(pixels(67, 101)), "JPEG", exif=exif, **options)
-    assert np.array_equal(decode_tensor(content).permute(1, 2, 0).numpy(), np.asarray(decode(content)))
-
-
-DEEP = "more than 8 bits a channel: convert it to 8, scaled by what is white"
 
 
 # What does not -------------------------------------------------------------------------------------------------------
@@ -229,15 +184,13 @@ DEEP = "more than 8 bits a channel: convert it to 8, scaled by what is white"
     [
         (b"", "the file is empty"),
         (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
-        (np.array([[0, 0x10000]], dtype=np.int32), DEEP),
-        (np.array([[0.5, 1e4]], dtype=np.float32), DEEP),
-        (np.array([[0, 0xFFFF]], dtype=np.uint16), DEEP),
+        (encoded(Image.fromarray(np.array([[0, 0x10000]], dtype=np.int32)), "TIFF"), "more than 8 bits a channel: convert"),
+        (encoded(Image.fromarray(np.array([[0.5, 1e4]], dtype=np.float32)), "TIFF"), "more than 8 bits a channel: convert"),
     ],
 )
 def test_what_is_no_image_says_why(content, expected, tmp_path):
-    content = content if isinstance(content, bytes) else encoded(Image.fromarray(content), "TIFF")
     for source in both(content, tmp_path):
-        assert reason(source) == expected
+        assert reason(source).startswith(expected)
     assert reason(tmp_path / "none.png") == "no such file"
 
 
@@ -351,16 +304,6 @@ def test_train_and_val_folders_are_found(tmp_path, validation):
     assert data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}"
 
 
-def test_a_share_of_each_class_is_held_out(tmp_path):
-    class_folders(tmp_path, {"cat": 10, "dog": 4})
-    data = prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=25))
-    train, validation = names(data), names(data, "validation")
-    assert {label: len(files) for label, files in validation.items()} == {"cat": 2, "dog": 1}
-    assert {label: len(files) for label, files in train.items()} == {"cat": 8, "dog": 3}
-    assert sorted(train["cat"] + validation["cat"]) == [f"cat{i:02d}.png" for i in range(10)]
-    assert data.about.endswith("validation: 3, 25% of each class held out")
-
-
 def test_classes_that_are_numbers_are_in_their_order_and_before_names(tmp_path):
     class_folders(tmp_path, {"10": 2, "9": 2, "b": 2, "100": 2, "B": 2})
     assert prepare(ImageConfig(train_dir=(tmp_path,))).classes == ("9", "10", "100", "B", "b")
@@ -456,22 +399,14 @@ def reads(monkeypatch):
     return seen
 
 
-def test_a_second_run_reads_no_image_again(tmp_path, reads):
-    class_folders(tmp_path, {"cat": 3, "dog": 3})
-    config = ImageConfig(train_dir=(tmp_path,))
-    first = prepare(config)
-    assert len(reads) == 6
-    second = prepare(config)
-    assert len(reads) == 6
-    assert (first.identity, first.about, first.classes) == (second.identity, second.about, second.classes)
-    assert np.array_equal(first.train.index, second.train.index)
-
-
 @pytest.mark.parametrize("change", ["content", "time", "permissions", "new", "gone", "moved"])
-def test_after_a_change_of_a_file_all_are_read_again(tmp_path, reads, change):
+def test_images_are_read_once_and_all_again_after_a_change_of_a_file(tmp_path, reads, change):
     class_folders(tmp_path, {"cat": 4, "dog": 4})
     config = ImageConfig(train_dir=(tmp_path,))
-    prepare(config)
+    first, second = prepare(config), prepare(config)
+    assert len(reads) == 8
+    assert (first.identity, first.about, first.classes) == (second.identity, second.about, second.classes)
+    assert np.array_equal(first.train.index, second.train.index)
     del reads[:]
     file = tmp_path / "cat" / "cat01.png"
     if change == "content":
@@ -492,23 +427,18 @@ def test_after_a_change_of_a_file_all_are_read_again(tmp_path, reads, change):
     assert len(set(reads)) == {"gone": 7, "new": 9}.get(change, 8)
 
 
-def test_the_identity_depends_neither_on_times_nor_on_the_place(tmp_path):
-    class_folders(tmp_path / "a", {"cat": 4, "dog": 4})
-    first = prepare(ImageConfig(train_dir=(tmp_path / "a",)))
-    os.utime(tmp_path / "a" / "cat" / "cat01.png", ns=(10**18, 10**18))
-    assert prepare(ImageConfig(train_dir=(tmp_path / "a",))).identity == first.identity
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert prepare(ImageConfig(train_dir=(tmp_path / "b",))).identity == first.identity
-
-
-def test_the_identity_changes_with_labels_contents_and_split(tmp_path):
-    class_folders(tmp_path, {"cat": 10, "dog": 10})
-    seen = {prepare(ImageConfig(train_dir=(tmp_path,))).identity}
-    seen.add(prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=40)).identity)
-    put(tmp_path / "cat" / "cat01.png", size=20)
-    seen.add(prepare(ImageConfig(train_dir=(tmp_path,))).identity)
-    (tmp_path / "cat" / "cat01.png").rename(tmp_path / "dog" / "cat01.png")
-    seen.add(prepare(ImageConfig(train_dir=(tmp_path,))).identity)
+def test_the_identity_changes_with_labels_contents_and_split_not_with_times_or_the_place(tmp_path):
+    folder = class_folders(tmp_path / "a", {"cat": 10, "dog": 10})
+    first = prepare(ImageConfig(train_dir=(folder,))).identity
+    os.utime(folder / "cat" / "cat01.png", ns=(10**18, 10**18))
+    assert prepare(ImageConfig(train_dir=(folder,))).identity == first
+    shutil.copytree(folder, tmp_path / "b")
+    assert prepare(ImageConfig(train_dir=(tmp_path / "b",))).identity == first
+    seen = {first, prepare(ImageConfig(train_dir=(folder,), validation_split_percentage=40)).identity}
+    put(folder / "cat" / "cat01.png", size=20)
+    seen.add(prepare(ImageConfig(train_dir=(folder,))).identity)
+    (folder / "cat" / "cat01.png").rename(folder / "dog" / "cat01.png")
+    seen.add(prepare(ImageConfig(train_dir=(folder,))).identity)
     assert len(seen) == 4
 
 
@@ -546,6 +476,8 @@ def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypa
     data = prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(header)),), validation_split_percentage=25))
     assert data.classes == ("cat", "dog")
     assert {k: len(v) for k, v in names(data).items()} == {"cat": 3, "dog": 3}
+    assert {k: len(v) for k, v in names(data, "validation").items()} == {"cat": 1, "dog": 1}
+    assert data.about.endswith("validation: 2, 25% of each class held out")
     assert data.train.where(0).startswith(str(tmp_path / "pictures" / "cat"))
 
 
@@ -566,11 +498,8 @@ def test_columns_of_other_names_are_named_by_flags(tmp_path):
 
 def test_json_lines_may_hold_numbers_and_absolute_paths(tmp_path):
     listed(tmp_path, "")
-    rows = [
-        {"image": str(tmp_path / "pictures" / f"{name}{i}.png"), "label": 10 if name == "cat" else 9}
-        for name in ("cat", "dog")
-        for i in range(4)
-    ]
+    pictures = [(str(tmp_path / "pictures" / f"{name}{i}.png"), name) for name in ("cat", "dog") for i in range(4)]
+    rows = [{"image": path, "label": 10 if name == "cat" else 9} for path, name in pictures]
     file = tmp_path / "list.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = prepare(ImageConfig(train_file=(str(file),)))
@@ -606,39 +535,26 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
     assert "warning" not in capsys.readouterr().err
 
 
+NO_LABEL = "expected a name or a number; --problem_type multi_label takes lists and name|name"
+SEVERAL = "for several labels add --problem_type multi_label, for one of this name --problem_type single_label"
+
+
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("image", "label", "problem"),
     [
-        (
-            {"image": "a.png", "label": None},
-            "the label is null, expected a name or a number; --problem_type multi_label takes lists and name|name",
-        ),
-        (
-            {"image": "a.png", "label": ""},
-            "the label is empty, expected a name or a number; --problem_type multi_label takes lists and name|name",
-        ),
-        (
-            {"image": "a.png", "label": 1.5},
-            "the label is a float, expected a name or a number; --problem_type multi_label takes lists and name|name",
-        ),
-        (
-            {"image": "a.png", "label": ["x"]},
-            "the label is a list, expected a name or a number; --problem_type multi_label takes lists and name|name",
-        ),
-        (
-            {"image": "a.png", "label": "x|y"},
-            "the label is 'x|y': for several labels add --problem_type multi_label, for one of this name "
-            "--problem_type single_label",
-        ),
-        ({"image": None, "label": "x"}, "the image is null, expected a path"),
-        ({"image": 3, "label": "x"}, "the image is an int, expected a path"),
-        ({"image": "", "label": "x"}, "the image is empty, expected a path"),
+        ("a.png", None, f"the label is null, {NO_LABEL}"),
+        ("a.png", "", f"the label is empty, {NO_LABEL}"),
+        ("a.png", 1.5, f"the label is a float, {NO_LABEL}"),
+        ("a.png", ["x"], f"the label is a list, {NO_LABEL}"),
+        ("a.png", "x|y", f"the label is 'x|y': {SEVERAL}"),
+        (None, "x", "the image is null, expected a path"),
+        (3, "x", "the image is an int, expected a path"),
+        ("", "x", "the image is empty, expected a path"),
     ],
 )
-def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, row, problem):
-    file = listed(
-        tmp_path, json.dumps({"image": "pictures/cat0.png", "label": 1}) + "\n" + json.dumps(row) + "\n", "a.jsonl"
-    )
+def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, image, label, problem):
+    rows = {"image": "pictures/cat0.png", "label": 1}, {"image": image, "label": label}
+    file = listed(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "a.jsonl")
     assert refused(train_file=(file,)) == f"{file}:2: {problem}"
 
 
@@ -697,9 +613,6 @@ def test_a_tar_file_of_class_folders_is_those_folders_and_is_not_unpacked(tmp_pa
     assert sorted(tmp_path.rglob("*")) == there
 
 
-MULTI = {"problem_type": "multi_label"}
-
-
 @pytest.mark.parametrize(
     ("says", "options", "classes"),
     [
@@ -707,11 +620,7 @@ MULTI = {"problem_type": "multi_label"}
         (lambda label: (".json", b'{"width": 8, "label": %d}' % label), {}, ("0", "1")),
         (lambda label: (".json", b'{"kind": "k%d"}' % label), {"label_column": "kind"}, ("k0", "k1")),
         (lambda label: (".txt", b"t%d" % label), {"label_column": "txt"}, ("t0", "t1")),
-        (
-            lambda label: (".json", b'{"label": ["a", "b"]}' if label else b'{"label": []}'),
-            {"problem_type": "multi_label"},
-            "ab",
-        ),
+        (lambda label: (".json", b'{"label": %s}' % (b"[]", b'["a", "b"]')[label]), {"problem_type": "multi_label"}, "ab"),
     ],
 )
 def test_samples_of_webdataset_have_the_labels_beside_them(tmp_path, says, options, classes):
@@ -765,10 +674,7 @@ def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
         ([("1.png", picture(0))], "/1: an image without a label: neither 1.cls, 1.json nor a class folder"),
         ([("1.json", b"{"), ("1.png", picture(0))], "/1.json: cannot be read ("),
         ([("1.json", b'{"a": 1}'), ("1.png", picture(0))], "/1: no column label, labels, "),
-        (
-            [("1.cls", b""), ("1.png", picture(0))],
-            "/1: the label is empty, expected a name or a number; --problem_type multi_label takes lists and name|name",
-        ),
+        ([("1.cls", b""), ("1.png", picture(0))], f"/1: the label is empty, {NO_LABEL}"),
         ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
         ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
         ([("a/1.txt", b"")], ": no images in it (.apng, .avif, "),
@@ -946,27 +852,3 @@ def test_the_same_share_of_each_class_is_held_out_at_least_one_and_never_all(lab
 def test_a_class_is_split_without_regard_to_the_others(labels, percent, other):
     alone = hold_out(labels, percent)
     assert np.array_equal(hold_out(np.concatenate([labels, other]), percent)[: len(labels)], alone)
-
-
-# Class numbers -------------------------------------------------------------------------------------------------------
-
-
-def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
-    class_folders(tmp_path, {"cat": 2, "dog": 3, "eel": 4})
-    data = prepare(ImageConfig(train_dir=(tmp_path,)))
-    other = data.numbered_as(("eel", "cat", "dog"))
-    assert other.classes == ("eel", "cat", "dog")
-    assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))
-    assert other.train.labels.values.tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.labels.values.tolist()]
-    assert (other.identity, other.about) == (data.identity, data.about)
-    assert data.numbered_as(data.classes).train.labels.values.tolist() == data.train.labels.values.tolist()
-
-
-@settings(deadline=None, max_examples=50)
-@given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=8))
-def test_class_weights_are_inverse_to_the_counts_and_1_on_average_over_the_images(counts):
-    labels = np.repeat(np.arange(len(counts)), counts)
-    weights = Labels("single_label", tuple(map(str, counts)), labels).class_weights({}, ()).double().numpy()
-    assert weights[labels].mean() == pytest.approx(1, rel=1e-6)
-    products = weights * counts
-    assert products == pytest.approx(products[0], rel=1e-6)

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,48 +10,38 @@ from transformers import AutoTokenizer
 from shared.data import store
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
 from shared.text.options import ChatConfig
+from tests.chats import ANSWER, CHATML, LAST, MORE, USER, Learns, headed, marked
+from tests.conftest import write_lines
 
-USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
-MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": '{"city": "Rome"}'}}]}
-HEADED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}BODY{% endfor %}"
-HEADED += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = HEADED.replace("BODY", "{{ m['content'] + '<|im_end|>\n' }}")
 ENDLESS = CHATML.replace("<|im_end|>\n", "")  # the header of the next turn ends a turn, as in GLM-4.5's template
 
 
 @pytest.fixture
 def learns(tiny_model):
-    """A function of a record and a template: the text of each run of learned tokens. `.lost` are the words that it lost."""
-
-    def learned_runs(record, template=CHATML, loss_on="assistant"):
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|pause|>"]})
-        tokenizer.chat_template = template
-        notes = store.Notes()
-        encoder = Encoder(tokenizer, loss_on)
-        ids, mask = encoder(read_example(record, recognise(record, "here"), "here"), "here", notes)
-        learned_runs.lost = sorted(place for what, place in notes.seen if what == "lost")
-        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
-        return [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
-
-    return learned_runs
+    return Learns(tiny_model)
 
 
 def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
     """slime#330 (2025): a template without tools wrote a call as an empty answer, and that was learned."""
+    for template, loss_on in ((CHATML, "assistant"), (CHATML, "all"), (ENDLESS, "assistant")):
+        refusal = r"^here: .*nothing of what the assistant says in message 2, so an empty answer .* \('look' is missing\)"
+        with pytest.raises(ConfigError, match=refusal):
+            learns([USER, CALL, MORE, LAST], template, loss_on)
+    assert learns([USER, {**CALL, "weight": 0}, MORE, LAST]) == ["it saw many<|im_end|>"]
+
+
+def test_a_dropped_call_whose_words_are_in_the_end_token_is_refused(learns):
+    """slime#330 (2025), again: `n` is a letter of `<|im_end|>`, and was taken for a written name."""
     with pytest.raises(ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"):
-        learns({"messages": [USER, CALL, MORE, LAST]})
-    with pytest.raises(ConfigError, match="empty answer"):
-        learns({"messages": [USER, CALL, MORE, LAST]}, loss_on="all")
-    assert learns({"messages": [USER, {**CALL, "weight": 0}, MORE, LAST]}) == ["it saw many<|im_end|>"]
+        learns([USER, {**CALL, "tool_calls": [{"function": {"name": "n", "arguments": {"d": "m"}}}]}, MORE, LAST])
 
 
 CALLS = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] + (c['function']['arguments'] | tojson) }}{% endfor %}"
-CALLS = "{{ tools | tojson if tools }}" + HEADED.replace("BODY", "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}")
+JOINED_CALLS = headed("{{ m['content'] + '' }}" + CALLS + "{{ '<|im_end|>\n' }}", "{{ tools | tojson if tools }}")
+CALLS = JOINED_CALLS.replace(" + ''", "")
 LOOK = {"name": "look", "arguments": {"city": "Rome"}}
 TOOL = {"name": "look", "description": "sees", "parameters": {"type": "object", "properties": {}}}
 
@@ -69,18 +58,40 @@ def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, val
     assert (read.messages[0], read.messages[2:], read.tools) == (USER, messages[2:], expected.tools)
     written = 'look{"city": "Rome"}' * len(calls) + "<|im_end|>"
     assert learns(record, CALLS) == learns(alike, CALLS) == [written, "says what<|im_end|>"]
-    assert learns.lost == []
+    assert learns.noted("lost") == []
     without = {**record, "tools": "[]"}
     with pytest.raises(ConfigError, match="nothing of what the assistant says in message 2"):
         learns(without, CALLS.replace("m['tool_calls'] or []", "[]"))
 
 
+@pytest.mark.parametrize("template", [CALLS, JOINED_CALLS], ids=["direct", "joined"])
+@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": None, "refusal": None, "function_call": None}])
+def test_a_null_content_beside_calls_is_as_an_absent_one(learns, template, nothing):
+    """OpenAI returns it so: platform.openai.com/docs/api-reference/chat (2023). Templates wrote None, or refused."""
+    call = {"role": "assistant", "tool_calls": CALL["tool_calls"], **nothing}
+    written = ['look{"city": "Rome"}<|im_end|>', "it saw many<|im_end|>"]
+    for turn in (call, CALL):
+        assert learns([USER, turn, {"role": "tool", "content": "it saw"}, LAST], template) == written
+
+
+def test_a_call_that_begins_a_conversation_is_refused(learns):
+    """The header of an answer cannot be told from the name that is called."""
+    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+        learns([CALL, {"role": "tool", "content": "it saw"}, LAST], CALLS)
+
+
+def test_the_older_form_of_a_call_is_learned(learns):
+    """OpenAI's `function_call` (2023) was passed over, and an empty answer was learned."""
+    older = {"role": "assistant", "content": "", "function_call": CALL["tool_calls"][0]["function"]}
+    assert learns([USER, older], CALLS) == ['look{"city": "Rome"}<|im_end|>']
+
+
 def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
     """Phi-3's template passes over the role, and the answer was learned without what it rests on."""
-    messages = [USER, ANSWER, {"role": "tool", "content": "sunny"}, LAST]
+    messages = [USER, ANSWER, {"role": "tool", "content": "sunny " * 9}, LAST]
     dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
-    assert len(learns({"messages": messages}, dropping)) == 2
-    assert learns.lost == ["here, message 3: 'sunny'"]
+    assert len(learns(messages, dropping)) == 2
+    assert learns.noted("lost") == [f"here, message 3: {('sunny ' * 9)[:40]!r}"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +114,7 @@ STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] 
 @pytest.mark.parametrize(
     ("template", "answer", "lost"),
     [
-        (CHATML, {**ANSWER, "reasoning_content": "since a line"}, "since a line"),
+        (CHATML, {**ANSWER, "reasoning_content": "since a line " * 9}, ("since a line " * 9)[:40]),
         (CHATML, {**ANSWER, "tool_calls": CALL["tool_calls"]}, "look"),
         (STRIPPED, {**ANSWER, "content": "<think>since</think>says what"}, "<think>since</think>says what"),
     ],
@@ -111,12 +122,28 @@ STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] 
 )
 def test_words_that_the_template_does_not_write_are_counted(learns, template, answer, lost):
     """trl#6361 (2026): a template dropped the reasoning, and the rest was learned in silence."""
-    assert learns({"messages": [USER, answer]}, template) == ["says what<|im_end|>"]
-    assert learns.lost == [f"here, message 2: {lost!r}"]
+    assert learns([USER, answer], template) == ["says what<|im_end|>"]
+    assert learns.noted("lost") == [f"here, message 2: {lost!r}"]
     written = {**ANSWER, "content": 'says\n "what"', "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}]}
     body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
-    learns({"messages": [USER, written]}, HEADED.replace("BODY", body))
-    assert learns.lost == []
+    learns([USER, written], headed(body))
+    assert learns.noted("lost") == []
+
+
+@pytest.mark.parametrize(
+    ("written", "is_whole"),
+    [
+        ("m['content'] | tojson", True),
+        ("m['content'] | tojson(ensure_ascii=True)", True),
+        ("('so ' + m['content'] + ' then') | tojson", True),
+        ("m['content'][1:] | tojson", False),
+        ("m['content'][:-1] | tojson", False),
+    ],
+)
+def test_an_answer_that_is_written_as_json_is_whole_or_not(learns, written, is_whole):
+    template = headed(marked(f"{{{{ {written} }}}}<|im_end|>"))
+    learns([USER, {**ANSWER, "content": 'é "says"\n what'}], template)
+    assert (learns.noted("lost") == []) == is_whole
 
 
 def said(capsys) -> list[str]:
@@ -129,8 +156,8 @@ def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, 
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "BATCH", 200)
     rows = [{"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]} for number in range(9)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
+    path = write_lines(tmp_path / "data.jsonl", rows)
+    config = ChatConfig(train_file=(str(path),), seq_length=96, preprocessing_num_workers=2)
     chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))
     (line,) = said(capsys)
     assert line.startswith("warning: ") and "3 turns" in line and "data.jsonl:4, message 2: 'since'" in line
@@ -157,19 +184,19 @@ def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
             {"conversations": [{"from": who, "value": value, **marks} for who, value, marks in talk]},
         ):
             assert learns(record) == ["it saw many<|im_end|>"]
-    assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7, "loss_weight": 1, "weight": True}]})) == 1
+    assert len(learns([USER, {**ANSWER, "train": True, "loss": 0.7, "loss_weight": 1, "weight": True}])) == 1
     for key in ("weight", "loss_weight"):
         with pytest.raises(ConfigError, match=r"^here: weight of message 2 is 0\.5, not 0 or 1"):
-            learns({"messages": [USER, {**ANSWER, key: 0.5}]})
+            learns([USER, {**ANSWER, key: 0.5}])
 
 
 def test_parts_of_a_message_are_read_as_its_text_or_refused(learns):
     """What is no text was left out elsewhere (a common report)."""
     parts = [{"type": "text", "text": "says "}, {"text": "what"}]
-    assert learns({"messages": [USER, {**ANSWER, "content": parts}]}) == ["says what<|im_end|>"]
+    assert learns([USER, {**ANSWER, "content": parts}]) == ["says what<|im_end|>"]
     for other in ({"type": "image"}, {"type": "tool_result", "text": "what"}, {"type": "text", "value": "what"}, "what"):
         with pytest.raises(ConfigError, match=r"^here: content of message 2 is a list, expected text or parts of type"):
-            learns({"messages": [USER, {**ANSWER, "content": [*parts, other]}]})
+            learns([USER, {**ANSWER, "content": [*parts, other]}])
 
 
 @pytest.fixture(params=["lines", "table", "datasets"])
@@ -184,9 +211,9 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
             columns = {key: None for row in rows for key in row}
             pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), path := tmp_path / "data/train.parquet")
         else:
-            (path := tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            path = write_lines(tmp_path / "data/train.jsonl", rows)
         source = {"dataset_name": (str(path.parent),)} if request.param == "datasets" else {"train_file": (str(path),)}
-        config = ChatConfig(**source, seq_length=96, **options)
+        config = ChatConfig(**source, seq_length=96, preprocessing_num_workers=1, **options)
         return chat.describe(chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))[0], config)
 
     return about
@@ -194,9 +221,7 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
 
 def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     """trl#6361 (2026), for whole columns. One that is empty everywhere is none."""
-    rows = [
-        {"id": number, "tags": [], "messages": [USER, ANSWER], "images": None, "source": "a" * number} for number in (0, 1)
-    ]
+    rows = [{"id": n, "tags": [], "messages": [USER, ANSWER], "images": None, "source": "a" * n} for n in (0, 1)]
     assert prepared(rows * 2).endswith("; not used: id, source")
     rows[1] |= {"id": None, "messages": [USER, {**ANSWER, "at": "noon", "thinking": None}]}
     rows[0] |= {"id": None, "source": None}
@@ -212,10 +237,7 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     [
         ({"label": False}, r"data with labels, for text_classification\.py \(columns: label\);"),
         ({"label": 0, "score": 0.5}, r"data with labels, .* and data with scores or ranks \(columns: label, score\);"),
-        (
-            {"images": ["1.png"]},
-            r"data with images, for lora_finetune\.py, if one of the first 100 records has one, .*\(columns: images\);",
-        ),
+        ({"images": ["1.png"]}, r"data with images, .* if one of the first 100 records has one, .*\(columns: images\);"),
         ({"chosen": "a"}, r"preference data, for templates/dpo\.py \(columns: chosen\);"),
         ({"chosen": "a", "rejected": "b"}, r"preference data, for templates/dpo\.py \(columns: chosen, rejected\);"),
     ],
@@ -224,10 +246,9 @@ def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name
     """Answers that people have marked as bad were learned as good ones (a common report)."""
     rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], **columns}] * 3
     names = tuple(columns)
+    refusal = rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$"
     for _ in range(2):  # the second time, allowed data have been prepared
-        with pytest.raises(
-            ConfigError, match=rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$"
-        ):
+        with pytest.raises(ConfigError, match=refusal):
             prepared(rows)
         assert prepared(rows, allow_unused_columns=names).endswith(f"; not used: {', '.join(sorted(names))}")
 
@@ -235,16 +256,10 @@ def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name
 def test_data_of_other_kinds_are_named():
     """They are no chats with something missing."""
     for record, said in (
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            r"this is preference data, for templates/dpo\.py \(columns: chosen, rejected\)$",
-        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"this is preference .*dpo\.py \(columns: chosen, rejected\)$"),
         ({"sentence": "a", "label": "b"}, r"this is data with labels, for text_classification\.py \(columns: label\)$"),
         ({"prompt": "a", "kto_tag": True}, r"this is data with labels, .*\(columns: kto_tag\)$"),
-        (
-            {"image": "a.png", "label": 1},
-            "this is data with images, .* with labels for image_classification.py and data with labels, for .*$",
-        ),
+        ({"image": "a.png", "label": 1}, "this is data with images, .* for image_classification.py and data with labels, "),
         ({"images": ["a.png"], "question": "b"}, r"this is data with images, .*\(columns: images\)$"),
         ({"question": "b"}, "columns question are of no known form"),
         ({"message": []}, "columns message are of no known form .*chat messages: messages;"),
@@ -267,51 +282,40 @@ def test_marks_of_images_are_said_once_with_their_first_place(prepared, capsys):
 )
 def test_an_end_is_learned_if_all_tokens_are(learns, template):
     """alpaca_lora_4bit#35 (2023): no end of text was learned, so the model never stopped."""
-    (text,) = learns({"messages": [USER, ANSWER]}, template, loss_on="all")
+    (text,) = learns([USER, ANSWER], template, loss_on="all")
     assert text.rstrip().endswith("<|endoftext|>")
-    assert learns({"messages": [USER, ANSWER]}, loss_on="all")[0].count("<|endoftext|>") == 0
+    assert learns([USER, ANSWER], loss_on="all")[0].count("<|endoftext|>") == 0
 
 
 def test_a_completion_that_ends_in_a_special_token_that_is_no_end_gets_one(learns):
     """alpaca_lora_4bit#35 (2023), where the last word is a special token."""
     for last, end in (("<|pause|>", "<|endoftext|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")):
         assert learns({"prompt": "a line", "completion": " says" + last}) == [" says" + last + end]
+        assert learns.noted("special") == [f"here: {last!r}"]
+    assert learns([{**USER, "content": "a <|pause|>"}, ANSWER]) == ["says what<|im_end|>"]
+    assert learns.noted("special") == ["here, message 1: '<|pause|>'"]
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
 def test_a_marked_turn_that_ends_in_an_emoji_is_learned_whole(learns, loss_on):
     """transformers' mask begins and ends at the first token of a character, and an emoji has several."""
-    marked = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}"
-    template = HEADED.replace("BODY", marked + "{{ m['content'] }}{% endif %}{{ '<|im_end|>' }}")
+    template = headed(marked("{{ m['content'] }}") + "{{ '<|im_end|>' }}")
     answers = [{"role": "assistant", "content": text} for text in ("\U0001f642 says \U0001f642", "\U0001f643")]
-    runs = learns({"messages": [USER, answers[0], MORE, answers[1]]}, template, loss_on)
+    runs = learns([USER, answers[0], MORE, answers[1]], template, loss_on)
     assert runs == ["\U0001f642 says \U0001f642<|im_end|>", "\U0001f643<|im_end|>"][-2 if loss_on == "assistant" else -1 :]
-    assert learns.lost == []
+    assert learns.noted("lost") == []
 
 
 def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
     """A template marked the last answer only, and the others were not learned, in silence."""
-    marked = "{% if loop.last %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    template = HEADED.replace("BODY", marked + "{{ m['content'] + '<|im_end|>' }}{% endif %}")
-    assert learns({"messages": [USER, ANSWER, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
-    assert learns.lost == ["here, message 2: 'says what'"]
-    assert learns({"messages": [USER, CALL, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
-    assert learns.lost == ["here, message 2: 'look'"]
+    template = headed(marked("{{ m['content'] + '<|im_end|>' }}", when="loop.last"))
+    assert learns([USER, ANSWER, MORE, LAST], template) == ["it saw many<|im_end|>"]
+    assert learns.noted("lost") == ["here, message 2: 'says what'"]
+    assert learns([USER, CALL, MORE, LAST], template) == ["it saw many<|im_end|>"]
+    assert learns.noted("lost") == ["here, message 2: 'look'"]
 
 
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-    "{% generation %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endgeneration %}{% endif %}{% endfor %}"
-)
-
-
-def test_a_turn_of_weight_0_is_left_out_of_marks_that_touch(learns):
-    """Two answers without a turn between them were taken for one, and both were learned."""
-    runs = [f"<|im_start|>{turn['content']}<|im_end|>" for turn in (ANSWER, LAST)]
-    assert learns({"messages": [USER, ANSWER, LAST]}, MARKED) == ["".join(runs)]
-    assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, MARKED) == runs[1:]
-
-
+TOUCHING = "{% for m in messages %}" + marked("{{ m.content + '<|im_end|>' }}", "m.role != 'user'") + "{% endfor %}"
 JOINED = (  # answers without a turn between them share one header and one end, as in Gemma 4's template
     "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% endif %}{{ m.content }}{% if loop.last or loop.nextitem.role != m.role %}{{ '<|im_end|>\n' }}{% endif %}"
@@ -319,9 +323,13 @@ JOINED = (  # answers without a turn between them share one header and one end, 
 )
 
 
-def test_a_turn_of_weight_0_that_shares_a_header_is_left_out(learns):
+def test_a_turn_of_weight_0_that_touches_another_is_left_out(learns):
+    """Two answers without a turn between them were taken for one, and both were learned."""
     end = LAST["content"] + "<|im_end|>"
-    assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, JOINED) == [end]
+    assert learns([USER, ANSWER, LAST], TOUCHING) == [ANSWER["content"] + "<|im_end|>" + end]
+    assert learns([USER, ANSWER, {**LAST, "weight": 0}], TOUCHING) == [ANSWER["content"] + "<|im_end|>"]
+    for template in (TOUCHING, JOINED):
+        assert learns([USER, {**ANSWER, "weight": 0}, LAST], template) == [end]
 
 
 WITHIN = (  # what a tool answers, and then the text of the call, stand in the turn of the call, as in Gemma 4's template
@@ -342,15 +350,7 @@ def test_what_a_tool_answers_within_a_turn_is_not_learned(learns, content):
     messages += [{"role": "tool", "content": "it rains"}, LAST]
     text = f"{content}<|im_end|>\n" * bool(content)
     called = 'look{"city": "Rome"}<|pause|>'
-    assert learns({"messages": messages}, WITHIN) == [called, text + called * 2, text + "it saw many<|im_end|>"]
-
-
-def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
-    """Where the template has no tokens of its own, nobody can tell which of two places ends such an answer."""
-    says = {"role": "assistant", "content": "says\n\n### user:\ncomes next\n\n### assistant:\nwhat"}
-    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
-        learns({"messages": [USER, says, MORE, LAST]}, PLAIN)
-    assert learns({"messages": [USER, says, USER, LAST]}, PLAIN)[1] == "it saw many<|endoftext|>"
+    assert learns(messages, WITHIN) == [called, text + called * 2, text + "it saw many<|im_end|>"]
 
 
 THINKING = ENDLESS.replace("{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']")
@@ -358,19 +358,25 @@ PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
 )
+TIGHT = PLAIN.replace("+ '\n\n' }}", "}}").replace("### ", "\n\n### ")
+
+
+def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
+    """Where the template has no tokens of its own, nobody can tell which of two places ends such an answer."""
+    says = {"role": "assistant", "content": "says\n\n### user:\ncomes next\n\n### assistant:\nwhat"}
+    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+        learns([USER, says, MORE, LAST], PLAIN)
+    assert learns([USER, says, USER, LAST], PLAIN)[1] == "it saw many<|endoftext|>"
 
 
 @pytest.mark.parametrize(
-    ("template", "runs"),
-    [
-        (ENDLESS, ["says what<|im_start|>", "it saw many<|endoftext|>"]),
-        (THINKING, ["says what<|im_start|>", "<think>it saw many<|endoftext|>"]),
-        (PLAIN, ["says what\n\n#", "it saw many<|endoftext|>"]),
-    ],
-    ids=["GLM", "GLM with thoughts", "SOLAR"],
+    ("template", "end", "thought"),
+    [(ENDLESS, "<|im_start|>", ""), (THINKING, "<|im_start|>", "<think>"), (PLAIN, "\n\n#", ""), (TIGHT, "\n\n#", "")],
+    ids=["GLM", "GLM with thoughts", "SOLAR", "nothing at the end"],
 )
-def test_each_turn_learns_to_end_if_the_template_has_no_end_token(learns, template, runs):
+def test_each_turn_learns_to_end_if_the_template_has_no_end_token(learns, template, end, thought):
     """GLM-4.5's, SOLAR's and ChatQA's templates: the next turn's header ends a turn, and only the last learned an end."""
-    assert learns({"messages": [USER, ANSWER, MORE, LAST]}, template) == runs
+    runs = [f"says what{end}", f"it saw many{end}", f"{thought}says what<|endoftext|>"]
+    assert learns([USER, ANSWER, USER, LAST, USER, ANSWER], template) == runs
     observed = {"role": "tool", "content": "a line"}
-    assert learns({"messages": [USER, ANSWER, observed]}, ENDLESS) == ["says what<|im_start|>"]
+    assert learns([USER, ANSWER, observed], ENDLESS) == ["says what<|im_start|>"]

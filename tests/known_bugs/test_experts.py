@@ -47,14 +47,14 @@ def test_the_balancing_loss_is_that_of_each_row_without_its_padding(tmp_path):
     """As transformers computes it for the row's tokens alone, in each layer. In the gradient, not in the value."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**MIXTRAL, output_router_logits=True))
-    batch = {"input_ids": tokens(3, 12), "labels": tokens(3, 12, seed=1)}
-    batch["labels"][0, 7:] = IGNORED  # padding
+    batch = {"input_ids": tokens(4, 12), "labels": tokens(4, 12, seed=1)}
+    batch["labels"][0, 7:] = batch["labels"][3, 1:] = IGNORED  # padding
     batch["labels"][1] = IGNORED  # a row that counts for nothing
     logged = {}
     loss = causal_lm_loss(model, batch, log=logged.update)
     found = torch.autograd.grad(loss, list(model.parameters()))
     plain, balance = torch.zeros(()), torch.zeros(())
-    for row, length in ((0, 7), (2, 12)):
+    for row, length in ((0, 7), (2, 12), (3, 1)):
         outputs = model(batch["input_ids"][row : row + 1, :length])
         plain = plain + F.cross_entropy(outputs.logits[0], batch["labels"][row, :length], reduction="sum")
         balance = balance + length * sum(load_balancing_loss_func((layer,), 4, 2) for layer in outputs.router_logits) / 2

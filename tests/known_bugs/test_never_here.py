@@ -236,8 +236,7 @@ def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
     """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
     model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
     nothing = contextlib.nullcontext
-    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, ema=None)
-    run.strategy = SimpleNamespace(agreed=None)
+    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, average=None)
     run._stop_if_asked, run.accelerator, run.unwrap = lambda now: None, Accelerator(cpu=True), lambda model: model
     with Run.evaluating(run, model):
         assert not any(module.training for module in model.modules())

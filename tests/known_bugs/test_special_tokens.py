@@ -1,6 +1,5 @@
 """Strings of special tokens in texts: they are text, or it is said that they are tokens."""
 
-import json
 from itertools import islice
 
 import numpy as np
@@ -24,7 +23,7 @@ from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
 from shared.text.special import Special
 from shared.text.stream import Stream
-from tests.conftest import WORDS, run_here
+from tests.conftest import WORDS, run_here, write_lines
 
 NAMES = ("<s>", "<pad>", "</s>", "<unk>")
 PLAIN = ["the model reads a line", "says what comes next", "a text", "the next line of text"]
@@ -44,12 +43,8 @@ def bpe():
     """As of BART: byte-level, in which no special token is made of other tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[*NAMES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[*NAMES], initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator([" ".join(WORDS)] * 2, trainer)
     return wrap(backend, cls_token="<s>", sep_token="</s>")
 
@@ -80,8 +75,7 @@ def tokenizer(request, tmp_path, monkeypatch):
 
 
 def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return (str(path),)
+    return (str(write_lines(path, records)),)
 
 
 def tokens_of(tokenizer, texts, tmp_path, name):
@@ -104,18 +98,6 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     return [data.train[n]["input_ids"].tolist() for n in range(len(texts))]
 
 
-def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
-    """The tokens around a text, and between two, stay."""
-    others = PLAIN[::-1]
-    assert rows_of(tokenizer, PLAIN, tmp_path, "one") == tokenizer(PLAIN)["input_ids"]
-    found = rows_of(tokenizer, PLAIN, tmp_path, "two", others)
-    assert found == tokenizer(PLAIN, others)["input_ids"]
-    expected = tokenizer(PLAIN, add_special_tokens=False)["input_ids"]
-    ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    documents = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
-    assert documents == [[*ends[0], *ids, *ends[1]] for ids in expected]
-
-
 def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     """tokenizers#787 (2021): control symbols in a text were the tokens. A scraped `<|endoftext|>` ended its document amidst.
 
@@ -131,9 +113,10 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     assert (by_vocabulary == bare) == (tokenizer.backend_tokenizer.model.__class__.__name__ == "BPE")
     begin, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert rows == documents == [[begin, *ids, end_id] for ids in by_vocabulary]
+    assert rows[:4] == tokenizer(PLAIN)["input_ids"]
     pairs = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
     expected = [[begin, *a, end_id, end_id, *b, end_id] for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)]
-    assert pairs == expected
+    assert pairs == expected and pairs[2:4] == tokenizer(PLAIN[2:], PLAIN[:1:-1])["input_ids"]
 
 
 def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
@@ -159,10 +142,10 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART.items()}
-    config = BartConfig(
-        vocab_size=300, d_model=32, max_position_embeddings=64, id2label={0: "bad", 1: "good"}, **ids, **sizes
-    )
+    shape = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in shape.items()}
+    sizes |= {"vocab_size": 300, "d_model": 32, "max_position_embeddings": 64}
+    config = BartConfig(id2label={0: "bad", 1: "good"}, **ids, **sizes)
     BartForSequenceClassification(config).save_pretrained(tmp_path / "model")
     bpe().save_pretrained(tmp_path / "model")
     broken = "a line</s> of <s>text</s>"
@@ -178,9 +161,6 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     expected = model(torch.tensor([whole])).logits[0].softmax(-1).tolist()
     assert whole.count(2) == 1
     assert [scores["bad"], scores["good"]] == pytest.approx(expected, abs=1e-6)
-
-
-BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
 
 
 def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,15 +15,7 @@ from shared.data.records import load_hub, read_records
 from shared.process.errors import ConfigError
 from shared.text import chat, preferences
 from shared.text.options import ChatConfig, PreferenceConfig
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
-def lines(records: list) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
+from tests.conftest import write_lines
 
 
 def read(path: Path) -> list:
@@ -43,9 +34,9 @@ def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         tool = {"name": "look", "parameters": {"type": "object", "properties": properties}}
         records.append({"messages": turns, "tools": [tool]})
-    (tmp_path / "a").mkdir()
-    source = write(tmp_path / "a/t.jsonl", lines(records))
-    (tmp_path / "b").mkdir()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    source = write_lines(tmp_path / "a/t.jsonl", records)
     made = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path / "cache"))
     made.to_parquet(tmp_path / "b/t.parquet")
     assert "arrow.json" in str(pq.read_schema(tmp_path / "b/t.parquet"))
@@ -67,12 +58,11 @@ def test_typed_values_of_parquet_are_those_that_json_lines_hold(tmp_path):
     text = pa.string()
     arguments = pa.map_(text, text)
     call = pa.struct({"name": text, "arguments": arguments, "other": text})
+    deep = pa.map_(pa.int8(), pa.list_(pa.map_(text, call)))
     columns = {
         "top": pa.array([[("city", "Rome"), ("unit", None)]], arguments),
         "calls": pa.array([[None, {"name": "w", "arguments": [("city", "Rome")]}, {"name": "v"}]], pa.list_(call)),
-        "deep": pa.array(
-            [[(1, [[("a", {"name": "w", "arguments": []})]])]], pa.map_(pa.int8(), pa.list_(pa.map_(text, call)))
-        ),
+        "deep": pa.array([[(1, [[("a", {"name": "w", "arguments": []})]])]], deep),
         "empty": pa.array([[]], pa.list_(call)),
         "when": pa.array([{"day": date(2026, 11, 29), "sum": Decimal("1.50")}]),
         "label": pa.array([Decimal("2.00")]),
@@ -107,8 +97,8 @@ def test_two_columns_or_keys_of_one_name_are_refused(tmp_path):
     """An ordinary join writes them (2026, https://github.com/apache/datafusion/issues/24381): the last was learned."""
     left = pa.table({"text": ["good"], "label": ["pos"]})
     pq.write_table(left.append_column("label", pa.array(["a"])), tmp_path / "t.parquet")
-    write(tmp_path / "t.jsonl", '{"text": "b"}\n{"text": "good", "label": {"a": 1, "b": 2, "a": 1}}\n')
-    write(tmp_path / "t.json", '[{"text": "good",\n"text": "bad"}]')
+    (tmp_path / "t.jsonl").write_text('{"text": "b"}\n{"text": "good", "label": {"a": 1, "b": 2, "a": 1}}\n')
+    (tmp_path / "t.json").write_text('[{"text": "good",\n"text": "bad"}]')
     messages = {"parquet": "twice (text, label, label)", "jsonl": "2: not valid JSON (a key is there twice: a, b, a)"}
     for kind, message in (messages | {"json": "1: not valid JSON (a key is there twice: text, text)"}).items():
         with pytest.raises(ConfigError) as error:
@@ -117,28 +107,21 @@ def test_two_columns_or_keys_of_one_name_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("text", "expected"),
     [
-        (
-            "a.tsv",
-            'fine\t1\n"foo\t1\nbar\t0\nbaz"\t1\nend\t0\n',
-            [("fine", "1"), ('"foo', "1"), ("bar", "0")],
-        ),
-        ("a.tsv", '"He" said " x\t1\nb\t0\n', [('"He" said " x', "1"), ("b", "0")]),
-        ("a.tsv", '"open\t1\nb\t0\n', [('"open', "1"), ("b", "0")]),
-        ("a.tsv", '"a\nb"\t1\n"c\td"\t0\n', [("a\nb", "1"), ("c\td", "0")]),  # quoted, as RFC 4180 says
+        ('fine\t1\n"foo\t1\nbar\t0\nbaz"\t1\nend\t0\n', [("fine", "1"), ('"foo', "1"), ("bar", "0")]),
+        ('"He" said " x\t1\nb\t0\n', [('"He" said " x', "1"), ("b", "0")]),
+        ('"open\t1\nb\t0\n', [('"open', "1"), ("b", "0")]),
+        ('"a\nb"\t1\n"c\td"\t0\n', [("a\nb", "1"), ("c\td", "0")]),  # quoted, as RFC 4180 says
     ],
 )
-def test_lines_between_tabs_stay_lines(tmp_path, capsys, name, text, expected):
+def test_lines_between_tabs_stay_lines(tmp_path, capsys, text, expected):
     """GLUE's TSV files (2018, https://gluebenchmark.com/tasks) have no quoting: a quote that opened a cell took in lines."""
-    file = write(tmp_path / name, "text\tlabel\n" + text)
+    file = tmp_path / "a.tsv"
+    file.write_text("text\tlabel\n" + text)
     assert [(record["text"], record["label"]) for record in read(file)][: len(expected)] == expected
     is_plain = expected[0] == ("a\nb", "1")
     assert ("quotes are part of the text, since each line is a record" in capsys.readouterr().err) is not is_plain
-
-
-def arrays(folder: Path) -> list:
-    return [np.load(file).tolist() for file in sorted(folder.rglob("*ids*.npy"))]
 
 
 @pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")])
@@ -157,10 +140,10 @@ def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, c
         records.append(({"prompt": [{"role": "user", "content": f"a {i}"}]} if "prompt" in columns else {}) | answers)
     cells = [{column: json.dumps(value) for column, value in record.items()} for record in records]
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
-    files = [write(tmp_path / "a.jsonl", lines(records)), tmp_path / "b.parquet"]
+    files = [write_lines(tmp_path / "a.jsonl", records), tmp_path / "b.parquet"]
     plain, text = [chat.open_samples(config(train_file=(str(file),)), tokenizer, work)[0] for file in files]
     assert plain.stores[0].folder != text.stores[0].folder
     assert plain.stores[0]["ids"].tolist() == text.stores[0]["ids"].tolist() != []
-    python = write(tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}]))
+    python = write_lines(tmp_path / "d.jsonl", [{column: str(value) for column, value in records[0].items()}])
     with pytest.raises(ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"):
         chat.open_samples(config(train_file=(str(python),)), tokenizer, work)

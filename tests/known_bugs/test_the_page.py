@@ -1,6 +1,5 @@
 """docs/internals/known_bugs.md names tests that exist."""
 
-import ast
 import re
 
 from tests.conftest import ROOT
@@ -14,5 +13,4 @@ def test_every_bug_names_tests_that_exist():
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
         assert len(named) == tests.count("`") // 2 > 0, bug
         for file, name in named:
-            tree = ast.parse((ROOT / file).read_text())
-            assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body), (file, name)
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), (file, name)

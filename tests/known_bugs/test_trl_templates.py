@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from jinja2 import UndefinedError
 from transformers import AutoTokenizer
@@ -19,22 +18,18 @@ from transformers import AutoTokenizer
 from shared.process.errors import ConfigError
 from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
+from tests.chats import ANSWER, LAST, MORE, TURNS, USER, learned_runs
 
-USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
-MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
 LOOK = {"name": "look", "arguments": {"city": "Rome"}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call12345", "function": LOOK}]}
-AS_TEXT = {
-    **CALL,
-    "tool_calls": [{**CALL["tool_calls"][0], "function": {**LOOK, "arguments": '{"city": "Rome"}'}}],
-}
+AS_TEXT = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], "function": {**LOOK, "arguments": '{"city": "Rome"}'}}]}
 RESULT = {"role": "tool", "content": "it saw", "name": "look", "tool_call_id": "call12345"}
 TOOL = {"name": "look", "description": "sees", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 RECORDS = {
     "one answer": {"messages": [USER, ANSWER]},
     "two answers": {"messages": [USER, ANSWER, MORE, LAST]},
-    "system": {"messages": [{"role": "system", "content": "reads text"}, USER, ANSWER]},
+    "system": {"messages": TURNS[:3]},
     "reasoning": {"messages": [USER, {**ANSWER, "reasoning_content": "since a line"}]},
     "a call": {"messages": [USER, CALL, RESULT, LAST], "tools": TOOLS},
     "null content": {"messages": [USER, {**CALL, "content": None}, RESULT, LAST], "tools": TOOLS},
@@ -44,8 +39,6 @@ pytestmark = pytest.mark.slow
 SPEC = importlib.util.find_spec("trl")
 FOLDER = Path(SPEC.submodule_search_locations[0]) / "chat_templates" if SPEC else Path("missing")
 PAIRS = sorted(path.stem for path in FOLDER.glob("*.jinja") if path.with_stem(f"{path.stem}_training").exists())
-
-
 # A tool's response stands within the turn of the call, and what follows it is taken for the header of an answer.
 WITHIN_A_TURN = ("diffusion_gemma",)
 
@@ -62,8 +55,7 @@ def encoded(folder, name, record):
         ids, mask = Encoder(tokenizer, "assistant")(example, "here")
     except ConfigError as error:
         return str(error), None, ""
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
-    parts = [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
+    parts = [tokenizer.decode(ids[start:stop]) for start, stop in learned_runs(mask)]
     whole, *parts = (re.sub(r"(\s|<[^<>\s]*>)*$", "", part) for part in (tokenizer.decode(ids), *parts))
     prompt = []
     for content in (USER["content"], [{"type": "text", "text": USER["content"]}]):
@@ -76,9 +68,8 @@ def encoded(folder, name, record):
 def test_a_template_learns_what_its_variant_for_training_marks(tiny_model):
     compared, different = Counter(), []
     for name, (kind, record) in itertools.product(PAIRS, RECORDS.items()):
-        (written, own, prompt), (marked, expected, _) = (
-            encoded(tiny_model, name + end, record) for end in ("", "_training")
-        )
+        written, own, prompt = encoded(tiny_model, name, record)
+        marked, expected, _ = encoded(tiny_model, name + "_training", record)
         if own is None or expected is None:
             assert "here: " in written
             assert (own is None) == (expected is None) or kind in ("null content", "a call"), (name, kind, written, marked)

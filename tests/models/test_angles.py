@@ -45,10 +45,8 @@ def make(name: str, task: str = "ForCausalLM", **more):
     torch.manual_seed(0)
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     if name == "Phi4Multimodal":
-        more |= {
-            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        }
-        more |= {"audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2}}
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        more |= {"vision_config": sizes | {"num_hidden_layers": 2}, "audio_config": sizes | {"num_blocks": 1}}
         more["audio_config"] |= {"nemo_conv_channels": 16, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16}
     config = config_class(**SHAPE | more, rope_parameters=rope)
     return getattr(transformers, name + task)(config).eval()
@@ -74,17 +72,15 @@ def test_a_short_conversation_has_the_loss_it_has_alone_whatever_is_beside_it(na
     expected = torch.stack([alone(row) for row in rows])
     together = causal_lm_loss(model, collate_padded(rows, multiple_of=64))
     torch.testing.assert_close(together, expected.sum(), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(
-        causal_lm_loss(model, collate_padded(rows[:1], multiple_of=64)), expected[0], rtol=1e-5, atol=1e-3
-    )
+    first = causal_lm_loss(model, collate_padded(rows[:1], multiple_of=64))
+    torch.testing.assert_close(first, expected[0], rtol=1e-5, atol=1e-3)
     assert isolate_documents(model, torch.device("cpu"), 64)[0]
     packed = collate_packed([joined(rows[:3]), joined(rows[3:])], multiple_of=64)
     torch.testing.assert_close(causal_lm_loss(model, packed), expected.sum(), rtol=1e-5, atol=1e-3)
     # and it matters: all with the angles of the longest one
-    ids = collate_padded(rows)["input_ids"]
-    assert (
-        model(input_ids=ids, use_cache=False).logits - forward_rows(model, collate_padded(rows)).logits
-    ).abs().max() > 0.01
+    batch = collate_padded(rows)
+    plain = model(input_ids=batch["input_ids"], use_cache=False).logits
+    assert (plain - forward_rows(model, batch).logits).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["Phi3", "Gemma3", slow("MiniCPM3")])
@@ -99,9 +95,8 @@ def test_an_answer_is_the_one_of_its_prompt_alone(name):
         for _ in answer:  # without a cache
             ids.append(int(copy.deepcopy(model)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert ids[len(prompt) :] == answer
-    assert (
-        sum(len(prompt) <= BOUND < len(prompt) + len(answer) for prompt, answer in zip(prompts, together, strict=True)) >= 2
-    )
+    lengths = [(len(prompt), len(prompt) + len(answer)) for prompt, answer in zip(prompts, together, strict=True)]
+    assert sum(before <= BOUND < after for before, after in lengths) >= 2
     assert "prepare_inputs_for_generation" not in vars(model)
 
 

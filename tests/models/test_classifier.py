@@ -1,6 +1,7 @@
 """Heads, resolutions, BatchNorm, preprocessing and mixed images, on tiny models made here."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,23 +12,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModelForImageClassification,
-    BitImageProcessor,
-    CLIPConfig,
-    ConvNextConfig,
-    ConvNextImageProcessor,
-    DeiTConfig,
-    ResNetConfig,
-    SwinConfig,
-    ViTConfig,
-    ViTImageProcessor,
-)
+from torchvision.transforms.v2.functional import pil_to_tensor
+from transformers import AutoModelForImageClassification, BitImageProcessor, ConvNextImageProcessor, ViTImageProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared.config.options import BatchConfig
 from shared.data.order import IGNORED
-from shared.images.augment import draw_mix, mix
+from shared.images.augment import draw_mix, mix, training_rows
+from shared.images.decoding import decode, decode_tensor
+from shared.images.options import RecipeConfig
 from shared.images.processor import ToModel, image_processor
 from shared.models import classifier, image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
@@ -42,21 +35,19 @@ CLASSES = ("ant", "bee", "cow")
 def architecture(name, classes=CLASSES):
     if name == "timm":
         pytest.importorskip("timm")
-        from transformers import TimmWrapperConfig
-
-        config = TimmWrapperConfig(architecture="resnet10t", num_labels=len(classes))
+        config = transformers.TimmWrapperConfig(architecture="resnet10t", num_labels=len(classes))
         classifier.name_classes(config, classes)
         return config
     labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
     if name == "vit":
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-        return ViTConfig(image_size=32, patch_size=8, **sizes, **labels)
+        return transformers.ViTConfig(image_size=32, patch_size=8, **sizes, **labels)
     if name == "swin":
         sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
-        return SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes, **labels)
+        return transformers.SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes, **labels)
     if name == "convnext":
-        return ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], **labels)
-    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **labels)
+        return transformers.ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], **labels)
+    return transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **labels)
 
 
 def make(name, classes=CLASSES):
@@ -70,11 +61,15 @@ NAMES = ("resnet", "vit", "convnext", "swin", "timm")
 # Heads ---------------------------------------------------------------------------------------------------------------
 
 
+def head_names(model):
+    own = {id(p) for module in heads(model) for p in module.parameters()}
+    return {key for key, p in model.named_parameters() if id(p) in own}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_head_is_what_turns_features_into_scores(name):
     model = make(name)
-    own = {id(p) for module in heads(model) for p in module.parameters()}
-    found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
+    found = {key: tuple(p.shape) for key, p in model.named_parameters() if key in head_names(model)}
     prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
     assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
 
@@ -93,11 +88,6 @@ def saved(tmp_path_factory):
         return made[name]
 
     return get
-
-
-def head_names(model):
-    own = {id(p) for module in heads(model) for p in module.parameters()}
-    return {key for key, p in model.named_parameters() if id(p) in own}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,23 +163,21 @@ def test_position_embeddings_are_resampled_as_timm_does():
 
 def of_timm():
     pytest.importorskip("timm")
-    from transformers import TimmWrapperConfig
-
     options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
-    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
+    config = transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
     classifier.name_classes(config, CLASSES)
     return config
 
 
 def of_clip():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = CLIPConfig(vision_config={"image_size": 32, "patch_size": 8, **sizes})
+    config = transformers.CLIPConfig(vision_config={"image_size": 32, "patch_size": 8, **sizes})
     classifier.name_classes(config, CLASSES)
     return config
 
 
 def of_deit():
-    return DeiTConfig(**architecture("vit").to_dict() | {"architectures": ["DeiTForImageClassification"]})
+    return transformers.DeiTConfig(**architecture("vit").to_dict() | {"architectures": ["DeiTForImageClassification"]})
 
 
 MADE = {"vit": lambda: architecture("vit"), "deit": of_deit, "clip": of_clip, "timm": of_timm}
@@ -267,6 +255,7 @@ def test_a_sharded_model_with_a_head_of_ours_is_saved_as_a_whole_one(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
     model = make(name)
+    assert has_batch_norm(model) is (name in ("resnet", "timm"))
     image_classifier.freeze_backbone(model)
     assert {key for key, p in model.named_parameters() if p.requires_grad} == head_names(model)
     image_classifier.training_mode(model)
@@ -297,36 +286,20 @@ def test_a_model_without_a_head_cannot_be_probed():
 # BatchNorm -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_batch_norm_is_found_where_it_is(name):
-    assert has_batch_norm(make(name)) is (name in ("resnet", "timm"))
-
-
-def batch(global_batch_size, per_device):
-    return BatchConfig(global_batch_size=global_batch_size, per_device_train_batch_size=per_device)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "quiet"),
-    [
-        ((64, 32), 2, True),
-        ((64, 16), 4, False),
-        ((64, 16), 2, False),
-        ((16, 16), 1, True),
-        ((16, 8), 2, False),
-        ((1024, 32), 32, True),
-    ],
+    ("whole", "at_once", "world_size", "quiet"),
+    [(64, 32, 2, True), (64, 16, 4, False), (16, 16, 1, True), (16, 8, 2, False), (1024, 32, 32, True)],
 )
-def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quiet):
-    model = make("resnet")
-    advice = batch_norm_advice(model, batch(*sizes), world_size)
+def test_advice_is_given_when_batch_norm_sees_few_images(whole, at_once, world_size, quiet):
+    batch = BatchConfig(global_batch_size=whole, per_device_train_batch_size=at_once)
+    advice = batch_norm_advice(make("resnet"), batch, world_size)
     if quiet:
         assert advice is None
     else:
-        start = f"warning: BatchNorm takes its statistics from {sizes[1]} images at a time, not from the global batch of"
-        assert advice.startswith(f"{start} {sizes[0]};")
+        start = f"warning: BatchNorm takes its statistics from {at_once} images at a time, not from the global batch of"
+        assert advice.startswith(f"{start} {whole};")
         assert "Better: a larger --per_device_train_batch_size, --sync_batchnorm on several GPUs, or a" in advice
-    assert batch_norm_advice(make("vit"), batch(*sizes), world_size) is None
+    assert batch_norm_advice(make("vit"), batch, world_size) is None
 
 
 # Preprocessing -------------------------------------------------------------------------------------------------------
@@ -334,35 +307,33 @@ def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quie
 
 def settings_of(processor):
     size, crop = dict(processor.size), dict(processor.crop_size)
-    return size["shortest_edge"], (crop["height"], crop["width"]), list(processor.image_mean), int(processor.resample)
+    settings = size["shortest_edge"], crop["height"], list(processor.image_mean), list(processor.image_std)
+    assert crop["height"] == crop["width"]
+    return *settings, int(processor.resample)
 
 
-def test_without_a_model_the_settings_are_imagenets():
-    processor = image_processor(None, None, None)
+IMAGENET = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
+COLOURS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.25] * 3, "resample": Image.Resampling.BILINEAR}
+
+
+@pytest.mark.parametrize(
+    ("saved", "size", "crop_pct", "edge", "pixels"),
+    [
+        (None, None, None, 256, 224),
+        (None, 96, 0.75, 128, 96),
+        (None, 32, 1.0, 32, 32),
+        (ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, **COLOURS), None, None, 200, 160),
+        (ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, **COLOURS), 80, None, 100, 80),
+        (ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, **COLOURS), None, 0.5, 320, 160),
+        (ViTImageProcessor(size={"height": 192, "width": 192}, **COLOURS), None, None, round(192 / 0.875), 192),
+    ],
+)
+def test_the_settings_of_a_models_processor_are_taken_and_else_imagenets(saved, size, crop_pct, edge, pixels, tmp_path):
+    if saved:
+        saved.save_pretrained(tmp_path)
+    processor = image_processor(str(tmp_path) if saved else None, size, crop_pct)
     assert isinstance(processor, BitImageProcessor)
-    assert settings_of(processor) == (256, (224, 224), list(IMAGENET_DEFAULT_MEAN), Image.Resampling.BICUBIC)
-    assert list(processor.image_std) == list(IMAGENET_DEFAULT_STD)
-    assert settings_of(image_processor(None, 96, 0.75))[:2] == (128, (96, 96))
-    assert settings_of(image_processor(None, 32, 1.0))[:2] == (32, (32, 32))
-
-
-def test_a_convnext_processors_share_and_size_are_taken(tmp_path):
-    mean, bilinear = [0.1, 0.2, 0.3], Image.Resampling.BILINEAR
-    own = ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, image_mean=mean, resample=bilinear)
-    own.save_pretrained(tmp_path)
-    assert settings_of(image_processor(str(tmp_path), None, None)) == (200, (160, 160), mean, bilinear)
-    assert settings_of(image_processor(str(tmp_path), 80, None))[:2] == (100, (80, 80))
-    assert settings_of(image_processor(str(tmp_path), None, 0.5))[:2] == (320, (160, 160))
-
-
-def test_a_vit_processors_mean_and_size_are_taken(tmp_path):
-    ViTImageProcessor(size={"height": 192, "width": 192}, image_mean=[0.5] * 3, image_std=[0.25] * 3).save_pretrained(
-        tmp_path
-    )
-    processor = image_processor(str(tmp_path), None, None)
-    assert settings_of(processor)[1:3] == ((192, 192), [0.5] * 3)
-    assert list(processor.image_std) == [0.25] * 3
-    assert settings_of(processor)[0] == round(192 / 0.875)
+    assert settings_of(processor) == (edge, pixels, *(COLOURS.values() if saved else IMAGENET))
 
 
 def test_synchronised_batch_norm_needs_gpus():
@@ -373,23 +344,18 @@ def test_synchronised_batch_norm_needs_gpus():
 def test_what_a_processor_does_and_ours_does_not_is_a_warning(tmp_path, capsys):
     crop = {"size": {"shortest_edge": 24}, "crop_size": {"height": 32, "width": 32}}
     BitImageProcessor(**crop, do_resize=False).save_pretrained(tmp_path)
-    assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (32, (32, 32))  # no borders
+    assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (32, 32)  # no borders
     said = " ".join(capsys.readouterr().err.split())
     assert f"warning: {tmp_path} sets do_resize: False, which is not done here" in said
 
 
 def test_a_timm_models_own_settings_are_taken(tmp_path):
     model = make("timm")
-    model.config.pretrained_cfg = {
-        "input_size": [3, 176, 176],
-        "crop_pct": 0.8,
-        "interpolation": "bilinear",
-        "mean": [0.5, 0.4, 0.3],
-        "std": [0.2, 0.2, 0.2],
-    }
+    model.config.pretrained_cfg = {"input_size": [3, 176, 176], "crop_pct": 0.8, "interpolation": "bilinear"}
+    model.config.pretrained_cfg |= {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
     model.save_pretrained(tmp_path)
     processor = image_processor(str(tmp_path), None, None)
-    assert settings_of(processor) == (220, (176, 176), [0.5, 0.4, 0.3], Image.Resampling.BILINEAR)
+    assert settings_of(processor) == (220, 176, [0.5, 0.4, 0.3], [0.2] * 3, Image.Resampling.BILINEAR)
 
 
 def test_a_model_without_a_processor_is_a_warning(tmp_path, capsys):
@@ -409,6 +375,27 @@ def test_normalising_on_the_device_is_what_the_processor_does(channels_last):
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
     assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize(("augment", "mixup"), [("none", 0.4), ("trivialaugment", 0.0)])
+def test_training_images_are_crops_that_are_not_enlarged_and_erased_with_the_mean_colour(augment, mixup):
+    images, processor = SimpleNamespace(decode=decode), image_processor(None, 24, None)
+    recipe = RecipeConfig(0.25, horizontal_flip=0.3, auto_augment=augment, random_erasing=0.2, mixup_alpha=mixup)
+    rows = training_rows(images, recipe, processor)
+    crop, flip, *_, erase = rows.keywords["transform"].transforms
+    assert (crop.scale, crop.ratio, crop.size, crop.interpolation) == (
+        (0.25, 1.0),
+        (3 / 4, 4 / 3),
+        (24, 24),
+        processor.resample,
+    )
+    assert (flip.p, erase.p, erase.value) == (0.3, 0.2, [124, 116, 104])
+    assert images.at_least == 56  # of 56 x 56 pixels, a crop of 3 to 4 and a quarter of the area is 24.2 pixels wide
+    assert images.decode is (decode_tensor if augment == "none" else decode)
+    picture = Image.fromarray(np.full((40, 30, 3), 9, np.uint8))
+    row = rows({"image": pil_to_tensor(picture) if augment == "none" else picture, "labels": 1})
+    assert (row["pixel_values"].dtype, row["pixel_values"].shape, row["labels"]) == (torch.uint8, (3, 24, 24), 1)
+    assert row.keys() - {"mix"} == {"pixel_values", "labels"} and ("mix" in row) is (mixup > 0)
 
 
 # Mixing --------------------------------------------------------------------------------------------------------------
@@ -490,6 +477,15 @@ def test_mixup_is_the_formula_of_its_paper():
         share = shares[row]
         torch.testing.assert_close(mixed[row], share * images[row] + (1 - share) * images[partner])
         torch.testing.assert_close(targets[row], share * eye[labels[row]] + (1 - share) * eye[labels[partner]])
+
+
+def test_the_box_of_cutmix_lies_where_it_was_drawn():
+    """With 0.75 of the image kept it has half of its sides, and ends at its border."""
+    images = torch.stack([torch.zeros(3, 10, 20), torch.ones(3, 10, 20)])
+    draws = torch.tensor([[1.0, 0.75, 0.51, 0.1], [1.0, 1.0, 0.5, 0.5]])
+    expected = torch.zeros(10, 20)
+    expected[3:8, :7] = 1
+    assert torch.equal(mix(images, torch.tensor([2, 0]), draws, 3)[0][0], expected.expand(3, 10, 20))
 
 
 @pytest.mark.parametrize("cut", [0.0, 1.0])

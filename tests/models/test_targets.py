@@ -54,6 +54,7 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
 def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint):
     """It gets no gradient, for which DDP would wait."""
     model = load_causal_lm(checkpoint("ernie4_5_moe"), attn_implementation="auto")
+    assert outer_parts(model) == []
     frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
 
@@ -62,22 +63,10 @@ def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint)
     ("family", "flags", "modules", "parameters", "left_out"),
     [
         ("llama4", {}, "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj", 2, ["feed_forward.router (routers)"]),
-        ("glm4_moe", {}, "k_proj o_proj q_proj v_proj", 5, []),
-        (
-            "glm4_moe",
-            {"lora_experts": False},
-            "k_proj o_proj q_proj v_proj",
-            3,
-            ["experts.down_proj", "experts.gate_up_proj"],
-        ),
-        (
-            "glm4_moe",
-            {"lora_dropout": 0.1},
-            "k_proj o_proj q_proj v_proj",
-            0,
-            ["down_proj.weight", "not with --lora_dropout"],
-        ),
-        ("glm4_moe", {"load_in_4bit": True}, "k_proj o_proj q_proj v_proj", 5, []),
+        ("glm4_moe", {}, QKVO, 5, []),
+        ("glm4_moe", {"lora_experts": False}, QKVO, 3, ["experts.down_proj", "experts.gate_up_proj"]),
+        ("glm4_moe", {"lora_dropout": 0.1}, QKVO, 0, ["down_proj.weight", "not with --lora_dropout"]),
+        ("glm4_moe", {"load_in_4bit": True}, QKVO, 5, []),
         ("nemotron_h", {}, "down_proj in_proj k_proj o_proj q_proj up_proj v_proj", 2, ["mixer.out_proj"]),
     ],
 )

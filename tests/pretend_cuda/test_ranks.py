@@ -8,21 +8,8 @@ from tests.conftest import ROOT, slow
 from tests.pretend_cuda.test_templates import PRETRAIN, comparable
 
 # AdamW: DTensor's products of sharded matrices, which Muon needs, are beyond the pretend device.
-FLAGS = [
-    *PRETRAIN,
-    "--optim",
-    "adamw",
-    "--global_batch_size",
-    8,
-    "--max_steps",
-    4,
-    "--eval_steps",
-    4,
-    "--save_steps",
-    2,
-    "--logging_steps",
-    2,
-]
+FLAGS = [*PRETRAIN, "--optim", "adamw", "--global_batch_size", 8, "--max_steps", 4, "--eval_steps", 4]
+FLAGS += ["--save_steps", 2, "--logging_steps", 2]
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +100,10 @@ def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp"])
-def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flags, alone, tmp_path, config):
+def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flags, alone, tmp_path):
     short = {"PRETEND_OUT_OF_MEMORY": "1 aten.mm 95"}
     given = [*flags, "--per_device_train_batch_size", 4, "--find_batch_size"]
-    found = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config=config, env=short)
+    found = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config="ddp", env=short)
     assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in found.output
     assert "2 processes x 2 at once x 2 accumulated" in found.summary
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -21,7 +21,15 @@ for number in range(2000):
 print("é")
 Path(sys.argv[1]).write_text(f"{sys.stdout and sys.stdout.encoding}, {sys.stderr and sys.stderr.errors}")
 """
-SLOW_READER = "import os, sys, time; os.set_blocking(0, True); time.sleep(2); sys.stdin.read()"
+LATE_READER = """
+import array, fcntl, os, sys, termios, time
+waiting = array.array('i', [0])
+while waiting[0] < 60_000:  # until the pipe is full
+    fcntl.ioctl(0, termios.FIONREAD, waiting)
+    time.sleep(0.01)
+os.set_blocking(0, True)
+sys.stdin.read()
+"""
 NOT_BLOCKING = f"{sys.executable} -c 'import os; os.set_blocking(1, False)'"
 
 
@@ -46,7 +54,7 @@ def test_all_that_is_read_arrives(tmp_path):
         '"$@" 2>&1 | true',
         '"$@" 2>&1 | head -n 1',
         '"$@" > /dev/full 2>&1',
-        f'( {NOT_BLOCKING}; "$@" 2>&1 ) | {sys.executable} -c "{SLOW_READER}"',
+        f'( {NOT_BLOCKING}; "$@" 2>&1 ) | {sys.executable} -c "{LATE_READER}"',
     ],
 )
 def test_what_nobody_reads_is_no_error(tmp_path, command):

@@ -1,32 +1,30 @@
 """grpo.py, launched for real: the same on every launch, killed and resumed, and it learns."""
 
 import json
-import os
 import re
 
 import pytest
-import torch
 
-from shared.commands.verify_resume import compare
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from tests.conftest import Run, load_template, run, run_here, slow
+from tests.conftest import Run, learn_here, load_template, refusal, run, slow, write_lines
+from tests.same import assert_same_bits
 from tools import audit
 
+STEPS = 4
 LOGGED = ("loss", "grad_norm", "reward", "reward/correct", "answer_tokens", "equal_groups", "entropy", "cut_answers")
 
 
 @pytest.fixture(scope="module")
 def base(tiny_model, tmp_path_factory):
     """Answers of one or two digits; rewards differ within most groups."""
-    file = tmp_path_factory.mktemp("sums") / "sums.jsonl"
     records = [{"prompt": f"{a} + {b} = ", "answer": str(a + b)} for a in range(6) for b in range(4)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = write_lines(tmp_path_factory.mktemp("sums") / "sums.jsonl", records)
     return (
         *("--model_name_or_path", tiny_model, "--train_file", file, "--validation_file", file, "--max_new_tokens", 8),
         *("--global_batch_size", 4, "--group_size", 4, "--per_device_train_batch_size", 3, "--learning_rate", 5e-3),
-        *("--per_device_eval_batch_size", 5, "--max_steps", 6, "--eval_steps", 3, "--save_steps", 2, "--eval_answers", 7),
-        "--audit_data",
+        *("--per_device_eval_batch_size", 5, "--max_steps", STEPS, "--eval_steps", 2, "--save_steps", 2),
+        *("--eval_answers", 7, "--audit_data"),
     )
 
 
@@ -35,65 +33,49 @@ def alone(base, tmp_path_factory):
     return run("grpo", tmp_path_factory.mktemp("alone") / "run", *base)
 
 
-def logged(ended: Run, name: str) -> list[float]:
-    return [row[name] for row in ended.rows if name in row]
-
-
 def answers(ended: Run) -> list[dict]:
     return [json.loads(line) for line in (ended.folder / "answers.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("config", "processes"),
-    [("ddp", 2), ("fsdp2", 2), slow("hsdp", 4), slow("tensor_parallel", 2), slow("deepspeed_zero2", 2)],
-)
-def test_every_launch_samples_and_learns_the_same(alone, base, tmp_path, config, processes):
-    other = run("grpo", tmp_path / "run", *base, processes=processes, config=config)
-    manifest = other.manifest(6)
-    assert manifest["world_size"] == processes and manifest["strategy"] != alone.manifest(6)["strategy"]
-    assert len(logged(alone, "grad_norm")) == 6 and max(logged(alone, "grad_norm")) > 1e-2
-    assert min(logged(alone, "equal_groups")) < 1
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel"), slow("deepspeed_zero2")])
+def test_every_launch_samples_and_learns_the_same(alone, base, tmp_path, config):
+    other = run("grpo", tmp_path / "run", *base, processes=2, config=config)
+    manifest = other.manifest(STEPS)
+    assert manifest["world_size"] == 2 and manifest["strategy"] != alone.manifest(STEPS)["strategy"]
+    assert len(alone.each("grad_norm")) == STEPS and max(alone.each("grad_norm")) > 1e-2
+    assert min(alone.each("equal_groups")) < 1
     for name in LOGGED:
-        assert logged(other, name) == pytest.approx(logged(alone, name), abs=2e-4), name
+        assert other.each(name) == pytest.approx(alone.each(name), abs=2e-4), name
     assert answers(other) == answers(alone)
 
 
-@pytest.mark.parametrize(
-    ("processes", "config", "flags"),
-    [
-        (1, None, ()),
-        slow(2, "ddp", ("--kl_coef", 0.1)),
-        slow(2, "fsdp2", ("--kl_coef", 0.1)),
-    ],
-)
-def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tmp_path, processes, config, flags):
-    given = (*base, "--updates_per_rollout", 3, "--save_steps", 1, *flags)
+@pytest.mark.parametrize(("config", "flags"), [(None, ()), slow("fsdp2", ("--kl_coef", 0.1))])
+def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tmp_path, config, flags):
+    given, processes = (*base, "--updates_per_rollout", 3, "--save_steps", 1, *flags), 2 if config else 1
     whole = run("grpo", tmp_path / "whole", *given, processes=processes, config=config)
-    assert max(logged(whole, "clipped")) > 0 and len(logged(whole, "reward")) == 2
+    assert max(whole.each("clipped")) > 0 and len(whole.each("reward")) == 2
     if flags:
-        assert logged(whole, "kl")[0] == 0 < logged(whole, "kl")[-1]
-    env = {"TEMPLATES_FAULT": "update:kill@5"}
+        assert whole.each("kl")[0] == 0 < whole.each("kl")[-1]
+    env = {"TEMPLATES_FAULT": "update:kill@3"}
     killed = run("grpo", tmp_path / "run", *given, processes=processes, config=config, env=env, check=False)
     assert killed.returncode
     resumed = run("grpo", tmp_path / "run", *given, processes=processes, config=config)
-    assert "at step 4" in resumed.output
-    assert set(compare(whole.folder, resumed.folder).values()) == {""}
-    ours, theirs = resumed.weights(), whole.weights()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "at step 2" in resumed.output
+    assert_same_bits(whole, resumed)
     assert answers(resumed) == answers(whole) and not audit.check(resumed.folder).problems
 
 
 def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_names_its_prompts(base, tmp_path):
     """Three steps to a line, two to a rollout. Then a loss is not finite."""
-    given = (*base, "--updates_per_rollout", 2)
-    each = run("grpo", tmp_path / "each", *given)
-    lines = run("grpo", tmp_path / "lines", *given, "--logging_steps", 3)
-    assert len(logged(lines, "loss")) == 3 and logged(lines, "reward") == pytest.approx(logged(each, "reward"))
+    given = (*base, "--updates_per_rollout", 2, "--max_steps", 6)
+    each = learn_here("grpo", tmp_path / "each", *given)
+    lines = learn_here("grpo", tmp_path / "lines", *given, "--logging_steps", 3)
+    assert len(lines.each("loss")) == 3 and lines.each("reward") == pytest.approx(each.each("reward"))
     bad = run("grpo", tmp_path / "bad", *given, env={"TEMPLATES_FAULT": "micro_batch:nan@7"})
     told = re.search(
         r"step (\d): loss or gradient is not finite .*samples of rank 0, micro-batch (\d): ([\d, ]+)\)", bad.output
     )
-    assert told and 1 < int(told[1]) < 5 and logged(bad, "skipped_steps")[-1] == 1
+    assert told and 1 < int(told[1]) < 5 and bad.each("skipped_steps")[-1] == 1
     assert 1 <= len(told[3].split(", ")) <= 3 and max(map(int, told[3].split(", "))) < 24
 
 
@@ -113,20 +95,18 @@ def test_what_does_not_go_together_is_refused():
 def test_the_demo_learns(tmp_path):
     """Without a flag: the largest of three digits, of which none to validate on was trained on."""
     demo = run("grpo", tmp_path / "run")
-    before, *_, after = logged(demo, "eval_correct")
+    before, *_, after = demo.each("eval_correct")
     # 0.5 to 0.98, by how a machine rounds; always the same digit would be right for a quarter
     assert before < 0.2 and after > 0.4
-    final = [row for row in answers(demo) if row["step"] == max(row["step"] for row in answers(demo))]
-    assert len({row["answer"] for row in final}) > 1
-    assert os.path.getsize(tmp_path / "run/curves.png") > 10_000
+    assert len({row["answer"] for row in answers(demo)[-9:]}) > 1
+    assert (tmp_path / "run/curves.png").exists()
 
 
 def test_all_weights_can_be_trained(base, tmp_path):
-    run_here("grpo", *base, "--full", "--output_dir", tmp_path / "run", "--report_to", "none", "--max_steps", 1)
+    learn_here("grpo", tmp_path / "run", *base, "--full", "--max_steps", 1)
     assert (tmp_path / "run/final/model.safetensors").exists()
 
 
 def test_answers_that_do_not_fit_the_context_are_refused_in_the_name_of_their_flag(base, tmp_path):
-    message = r"--max_new_tokens and the longest prompt: \d+ is longer than the model's context of 256"
-    with pytest.raises(ConfigError, match=message):
-        run_here("grpo", *base, "--max_new_tokens", 250, "--output_dir", tmp_path / "run")
+    refused = refusal("grpo", *base, "--max_new_tokens", 250, "--output_dir", tmp_path / "run")
+    assert re.search(r"--max_new_tokens and the longest prompt: \d+ is longer than the model's context of 256", refused)

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 
-from shared.process.errors import ConfigError
-from tests.conftest import Run, run, run_here, slow
+from tests.conftest import learn_here, refusal, run, run_here, slow
+from tests.same import assert_same_learning
+
+learn = partial(learn_here, "pretrain")
 
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
@@ -31,44 +34,34 @@ def one_process(base, tmp_path_factory):
     return run("pretrain", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
 
 
-def assert_same_learning(a, b, tolerance=1e-5):
-    assert a.losses.keys() == b.losses.keys()
-    for step, loss in a.losses.items():
-        assert b.losses[step] == pytest.approx(loss, rel=tolerance), step
-    assert b.last("eval_loss") == pytest.approx(a.last("eval_loss"), rel=tolerance)
-    for name, value in a.weights().items():
-        # AdamW divides by the root of tiny second moments, which magnifies the rounding of a sum's order.
-        torch.testing.assert_close(b.weights()[name], value, rtol=1e-3, atol=2e-5)
-
-
-@pytest.mark.parametrize(("template", "processes"), [("pretrain", 1), ("pretrain_pipeline", 2)])
-def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processes):
+def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
     """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, tie_word_embeddings=False)
-    start.save_pretrained(tmp_path / "start")  # of two matrices, as a pipeline needs it
-    tokenizer.save_pretrained(tmp_path / "start")
-
     # Its own reading of the documented split and layout: documents ended by eos, in order, cut into windows.
     documents = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents]
     stream = torch.tensor([token for document in ids for token in document])
     length = 32
     windows = torch.stack([stream[i : i + length + 1] for i in range(0, len(stream) - length, length)])
-    validation_file = tmp_path / "validation.jsonl"
-    validation_file.write_text(text_file.read_text())
     steps, peak, warmup = 6, 3e-3, 2
     theirs = run(
-        *(template, tmp_path / "run", "--model_name_or_path", tmp_path / "start", "--train_file", text_file),
-        *("--validation_file", validation_file, "--seq_length", length, "--optim", "adamw", "--learning_rate", peak),
+        *("pretrain", tmp_path / "run", "--model_name_or_path", tiny_model, "--train_file", text_file),
+        *(
+            "--validation_file",
+            shutil.copy(text_file, tmp_path),
+            "--seq_length",
+            length,
+            "--optim",
+            "adamw",
+            "--learning_rate",
+            peak,
+        ),
         *("--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
-        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows) // processes),
+        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows)),
         *("--eval_samples", 8),
-        processes=processes,
     )
-    assert theirs.manifest(steps)["world_size"] == processes
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
@@ -99,18 +92,6 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processe
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_muon_learns_the_same_sharded_and_resumes_under_another_strategy(base, tmp_path):
-    flags = (*base, "--per_device_train_batch_size", 4, "--optim", "muon")
-    ddp = run("pretrain", tmp_path / "ddp", *flags, processes=2)
-    start = ("--resume_from_checkpoint", tmp_path / "ddp" / "checkpoint-000006")
-    fsdp = run("pretrain", tmp_path / "fsdp2", *flags, *start, processes=2, config="fsdp2")
-    assert ddp.manifest(6)["strategy"].startswith("DDP x 2") and fsdp.manifest(12)["strategy"].startswith("FSDP2 x 2")
-    assert ddp.losses[12] < ddp.losses[1] - 0.3
-    assert "at step 6" in fsdp.output
-    assert fsdp.losses == pytest.approx({s: v for s, v in ddp.losses.items() if s > 6}, rel=1e-5)
-
-
 def test_final_loads_with_from_pretrained(one_process):
     model = AutoModelForCausalLM.from_pretrained(one_process.folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(one_process.folder / "final")
@@ -130,21 +111,15 @@ def test_final_loads_with_from_pretrained(one_process):
 )
 def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, tmp_path, extra):
     other = run("pretrain", tmp_path / "run", *base, "--per_device_train_batch_size", 8, *extra)
-    assert_same_learning(one_process, other, tolerance=1e-4)
+    assert_same_learning(one_process, other, rel=1e-4, atol=2e-5)
 
 
 def test_8_bit_adamw_learns_and_resumes(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 8, "--optim", "adamw_8bit")
-    run_here("pretrain", *flags, "--output_dir", tmp_path / "whole")
-    whole = _losses(tmp_path / "whole")
+    whole = learn(tmp_path / "whole", *flags).each("loss")
     assert whole[-1] < whole[0] - 0.3
     start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
-    run_here("pretrain", *flags, *start, "--output_dir", tmp_path / "resumed")
-    assert _losses(tmp_path / "resumed") == whole[6:]
-
-
-def _losses(folder):
-    return list(Run(folder, 0, "").losses.values())
+    assert learn(tmp_path / "resumed", *flags, *start).each("loss") == whole[6:]
 
 
 @pytest.mark.slow
@@ -156,20 +131,17 @@ def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(text_file, t
         *("--optim", "adamw", "--eval_samples", 4, "--save_total_limit", 5),
     )
     one = run("pretrain", tmp_path / "one", *flags)
-    two = run("pretrain", tmp_path / "two", *flags, processes=2)
-    assert two.losses == pytest.approx(one.losses, rel=1e-5)
     start = tmp_path / "one" / "checkpoint-000003"
     resumed = run("pretrain", tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
     assert resumed.losses == {step: loss for step, loss in one.losses.items() if step > 3}
-    moved = run("pretrain", tmp_path / "moved", *flags, "--resume_from_checkpoint", start, processes=2)
-    assert moved.losses == pytest.approx(resumed.losses, rel=1e-5)
-    killed = run("pretrain", tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"})
-    assert killed.returncode and not (killed.folder / "final").exists()
-    killed = run("pretrain", tmp_path / "killed", *flags)
-    assert "text.jsonl: read from its start on to step 3, where the run continues" in killed.output
-    assert killed.losses == one.losses
     for name, weight in one.weights().items():
-        assert torch.equal(killed.weights()[name], weight) and torch.equal(resumed.weights()[name], weight)
+        assert torch.equal(resumed.weights()[name], weight)
+    kill = {"TEMPLATES_FAULT": "update:kill@5"}
+    killed = run("pretrain", tmp_path / "killed", *flags, check=False, env=kill, processes=2)
+    assert killed.returncode and killed.losses == pytest.approx({step: one.losses[step] for step in (1, 2, 3, 4)}, rel=1e-5)
+    moved = run("pretrain", tmp_path / "killed", *flags)
+    assert "text.jsonl: read from its start on to step 3, where the run continues" in moved.output
+    assert_same_learning(one, moved)
 
 
 def test_tokens_are_prepared_once(text_file, tmp_path, monkeypatch):
@@ -186,20 +158,18 @@ def test_tokens_are_prepared_once(text_file, tmp_path, monkeypatch):
 def test_budget_in_tokens_and_epochs(text_file, tmp_path, tiny_model):
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--optim", "adamw")
     sizes = ("--global_batch_size", 8, "--per_device_train_batch_size", 8, "--eval_samples", 2)
-    run_here("pretrain", *flags, *sizes, "--max_tokens", 3 * 8 * 32 + 5, "--output_dir", tmp_path / "tokens")
-    assert len(_losses(tmp_path / "tokens")) == 3
-    run_here("pretrain", *flags, *sizes, "--num_train_epochs", 1, "--output_dir", tmp_path / "epoch")
-    sequences = Run(tmp_path / "epoch", 0, "").last("tokens") // 32
-    assert len(_losses(tmp_path / "epoch")) == math.ceil(sequences / 8)
+    assert len(learn(tmp_path / "tokens", *flags, *sizes, "--max_tokens", 3 * 8 * 32 + 5).losses) == 3
+    epoch = learn(tmp_path / "epoch", *flags, *sizes, "--num_train_epochs", 1)
+    assert len(epoch.losses) == math.ceil(epoch.last("tokens") // 32 / 8)
 
 
 def test_other_data_is_refused_and_a_damaged_newest_checkpoint_passed_over(base, tmp_path, capsys):
-    flags = (*base, "--per_device_train_batch_size", 8, "--output_dir", tmp_path)
-    run_here("pretrain", *flags)
-    with pytest.raises(ConfigError, match=r"seed was 0, now 1.* if its weights fit this model"):
-        run_here("pretrain", *flags, "--seed", 1)
+    flags = (*base, "--per_device_train_batch_size", 8)
+    learn(tmp_path, *flags)
+    refused = refusal("pretrain", *flags, "--seed", 1, "--output_dir", tmp_path)
+    assert "seed was 0, now 1" in refused and " if its weights fit this model" in refused
     (tmp_path / "checkpoint-000012" / "rank-0.safetensors").write_bytes(b"x")
-    run_here("pretrain", *flags)
+    learn(tmp_path, *flags)
     said = capsys.readouterr().err
     assert "checkpoint-000012: rank-0.safetensors is damaged; the one before it is used" in said
     assert "at step 6" in said
@@ -217,9 +187,8 @@ def test_other_data_is_refused_and_a_damaged_newest_checkpoint_passed_over(base,
     ],
 )
 def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
-    with pytest.raises(ConfigError) as caught:
-        run_here("pretrain", *base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    given = (*base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags)
+    assert message in refusal("pretrain", *given)
 
 
 @pytest.mark.slow
@@ -237,10 +206,10 @@ def test_a_resumed_run_trains_a_loaded_model_with_its_dropout(text_file, tiny_mo
     (model / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.3}))
     flags = ("--train_file", text_file, "--model_name_or_path", model, "--seq_length", 32, "--max_steps", 4)
     flags += ("--eval_samples", 2)
-    run_here("pretrain", *flags, "--save_steps", 2, "--output_dir", tmp_path / "whole")
+    whole = learn(tmp_path / "whole", *flags, "--save_steps", 2)
     start = tmp_path / "whole/checkpoint-000002"
-    run_here("pretrain", *flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", start)
-    assert _losses(tmp_path / "resumed") == _losses(tmp_path / "whole")[2:]
+    resumed = learn(tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
+    assert resumed.each("loss") == whole.each("loss")[2:]
 
 
 @pytest.mark.slow

@@ -9,21 +9,19 @@ import re
 import pytest
 import torch
 
-from shared.commands.verify_resume import compare
 from shared.parallel import sequence
 from shared.process import ranks
 from shared.process.errors import ConfigError
-from tests.conftest import LAUNCHER, ROOT, free_port, make_model, run
+from tests.conftest import LAUNCHER, ROOT, free_port, make_model, run, slow
 from tests.model_families import FAMILIES
+from tests.same import assert_same_bits, assert_same_learning
 
 # Windows; recurrent layers, whose first rank sees no difference
 FIRST_TIER = ("mistral", "qwen3_5")
+CHOOSING = "deepseek_v4 hy_v4 qwen4_exp mistral_large4 glm5_next"
 REFUSED = {
     **dict.fromkeys(("gemma2", "gpt_oss", "mimo_v2_flash", "mamba", "mamba2"), "its attention is eager"),
-    **dict.fromkeys(
-        ("deepseek_v4", "hy_v4", "qwen4_exp", "mistral_large4", "glm5_next"),
-        "it chooses the tokens that it sees",
-    ),
+    **dict.fromkeys(CHOOSING.split(), "it chooses the tokens that it sees"),
     "llama4": "its attention is scaled by a token's place",
     "falcon": "The size of tensor a",
 }
@@ -31,9 +29,7 @@ RECURRENT = "lfm2 lfm2_moe lfm3 lfm3_vl qwen3_next nemotron_h falcon_h1 bamba gr
 REFUSED |= dict.fromkeys((*RECURRENT.split(), "qwen3_5", "qwen3_5_moe"), "its logits differ from those of whole rows")
 
 
-@pytest.mark.parametrize(
-    "families", [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("families", [FIRST_TIER, slow(tuple(FAMILIES))], ids=["some", "all"])
 def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
     """Loss and all gradients, of rows of one document and of several."""
     config, script = ROOT / "accelerate_configs" / "sequence_parallel.yaml", ROOT / "tests" / "compare_sequences.py"
@@ -83,12 +79,8 @@ def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, co
     name = make_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(name)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {
-        "vocab_size": len(tokenizer),
-        "intermediate_size": 128,
-        "sliding_window": 12,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    shape |= {"vocab_size": len(tokenizer), "intermediate_size": 128, "sliding_window": 12}
+    shape |= {"pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     MistralForCausalLM(MistralConfig(**shape)).save_pretrained(name)
     given = (*flags, "--model_name_or_path", name, "--gradient_checkpointing", "offload", "--learning_rate", 3e-4)
@@ -96,13 +88,7 @@ def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, co
     at_once = ("--per_device_train_batch_size", 4 if config == "one_group" else 2)
     other = run("full_finetune", tmp_path / "four", *given, *at_once, processes=4, config=four / config)
     assert "documents kept apart by an attention mask" in other.summary
-    assert other.losses == pytest.approx(one.losses, rel=1e-5)
-    for key in ("grad_norm", "eval_loss", "tokens"):
-        assert [row[key] for row in other.rows if key in row] == pytest.approx(
-            [r[key] for r in one.rows if key in r], rel=1e-5
-        )
-    for key, value in one.weights().items():
-        torch.testing.assert_close(other.weights()[key], value, rtol=1e-4, atol=1e-5)
+    assert_same_learning(one, other, atol=1e-5, keys=("grad_norm", "tokens"))
 
 
 @pytest.mark.slow
@@ -115,8 +101,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
     assert run("lora_finetune", tmp_path / "run", *given, **launch, env=fault, check=False).returncode != 0
     again = run("lora_finetune", tmp_path / "run", *given, **launch)
     assert "resumed from" in again.output
-    assert not any(compare(straight.folder, again.folder).values())
-    assert all(torch.equal(value, straight.weights()[name]) for name, value in again.weights().items())
+    assert_same_bits(straight, again)
 
 
 @pytest.mark.slow
@@ -138,13 +123,12 @@ def test_sizes_that_do_not_go_together_are_refused(monkeypatch):
     for name, value in (sizes | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     assert (ranks.data_parallel_size(), ranks.sequence_ranks()) == (2, 2)
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    with pytest.raises(ConfigError, match="sp_size with tp_size or DeepSpeed, do not work"):
-        ranks.data_parallel_size()
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"cp_size, .* do not work"):
-        ranks.data_parallel_size()
+    for two, processes, message in (
+        (("TP", "SP"), 4, "sp_size with tp_size or DeepSpeed, do not work"),
+        (("CP",), 2, r"cp_size, .* do not work"),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        for name in ("DP_REPLICATE", "TP", "CP", "SP"):
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2" if name in two else "1")
+        with pytest.raises(ConfigError, match=message):
+            ranks.data_parallel_size()

@@ -21,7 +21,7 @@ from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
 from shared.rollouts.prompts import describe, read_prompts
 from shared.rollouts.rollouts import Rollouts
-from tests.conftest import load_template
+from tests.conftest import load_template, write_lines
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,8 @@ def model_and_tokenizer(tiny_model):
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory, model_and_tokenizer):
     """(to train on, to validate on): of several lengths."""
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     records = [{"prompt": f"{'the ' * (number % 5)}number {number}", "answer": str(number)} for number in range(24)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", records)
     return read_prompts(PromptConfig(train_file=(str(file),)), model_and_tokenizer[1])
 
 
@@ -47,19 +46,15 @@ def at(step: int) -> SimpleNamespace:
 
 
 def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
-    values = {"group": 4, "updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0, "batch": 4} | changes
+    values = {"updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0, "batch": 4} | changes
     batch = BatchConfig(
         global_batch_size=values["batch"],
         seed=values["seed"],
         per_device_train_batch_size=values["per_device"],
         per_device_eval_batch_size=values["at_once"],
     )
-    config = SimpleNamespace(
-        group_size=values["group"],
-        updates_per_rollout=values["updates"],
-        max_new_tokens=values["max_new_tokens"],
-        batch=batch,
-    )
+    config = SimpleNamespace(group_size=4, updates_per_rollout=values["updates"], batch=batch)
+    config.max_new_tokens = values["max_new_tokens"]
     return Rollouts(config, prompts, tokenizer, share or Share(0, 1, CPU))
 
 
@@ -89,7 +84,9 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
         return {"length": float(len(answer)), "answer": float(record["answer"])}
 
     one = rollouts_of(prompts[0], tokenizer)
+    assert (one.tensors["answers"] == -1).all()
     rewards, means = one.sample(at(3), model, reward)
+    assert 0 <= means["rollout_seconds"] < 600
     assert rewards.shape == (4, 4) and means["reward"] == pytest.approx(means["reward/length"] + means["reward/answer"])
     answers = one.tensors["answers"].clone()
     texts = [tokenizer.decode(row[row >= 0], skip_special_tokens=True) for row in answers]
@@ -98,6 +95,7 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
     assert len(set(texts)) > 12 and means["answer_tokens"] == (answers >= 0).sum(1).double().mean()
     one.sample(at(4), model, reward)
     assert not torch.equal(one.tensors["answers"], answers)
+    one.tensors["answers"].fill_(7)
     one.sample(at(3), model, reward)
     assert torch.equal(one.tensors["answers"], answers)
 
@@ -105,9 +103,8 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
     for rank in (0, 1):  # each keeps what it would send
         half = rollouts_of(prompts[0], tokenizer, Share(rank, 2, CPU))
         with monkeypatch.context() as patched, pytest.raises(StopIteration):
-            patched.setattr(
-                "shared.rollouts.rollouts.gather_object", lambda found: parts.append(dict(found)) or next(iter(()))
-            )
+            send = lambda found: parts.append(dict(found)) or next(iter(()))  # noqa: E731
+            patched.setattr("shared.rollouts.rollouts.gather_object", send)
             half.sample(at(3), model, reward)
     assert not parts[0].keys() & parts[1].keys() and len(parts[0] | parts[1]) == 16
     assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
@@ -115,10 +112,9 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
 
 def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends(model_and_tokenizer, tmp_path):
     """References are typed as in the data, texts as they are written, and the model's settings name an end."""
-    file = tmp_path / "prompts.jsonl"
     references = [["a", "b"], {"city": "Rome"}, None, 7, True, " text "]
     rows = [{"prompt": f"  number {number}\n", "reference": value} for number, value in enumerate(references)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_lines(tmp_path / "prompts.jsonl", rows)
     model, tokenizer = model_and_tokenizer
     prompts = read_prompts(PromptConfig(train_file=(str(file),), validation_file=(str(file),)), tokenizer)
     end = generate(model, [prompts[0].prompt(0)[0]], max_new_tokens=1, ends=())[0][0]
@@ -129,14 +125,9 @@ def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends
         return {"length": float(len(answer))}
 
     run = at(1)
-    run.dir = tmp_path
-    run.config = SimpleNamespace(
-        show_answers=0,
-        eval_answers=6,
-        max_new_tokens=40,
-        batch=BatchConfig(),
-        evaluation=SimpleNamespace(metric_for_best_model="length"),
-    )
+    run.dir, run.is_main = tmp_path, True
+    run.config = SimpleNamespace(show_answers=0, eval_answers=6, max_new_tokens=40, batch=BatchConfig())
+    run.config.evaluation = SimpleNamespace(metric_for_best_model="length")
     run.accelerator, run.is_last, run.watch, run.logger = Accelerator(cpu=True), False, lambda rows, _: rows, MagicMock()
     rollouts = rollouts_of(prompts[0], tokenizer, batch=6, max_new_tokens=40)
     before = model.generation_config.eos_token_id
@@ -150,10 +141,15 @@ def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends
     assert sorted({json.dumps(record, sort_keys=True) for _, record in seen["training"]}) == wanted
     assert sorted(json.dumps(record, sort_keys=True) for _, record in seen["evaluation"]) == wanted
     sampled = [[token for token in row.tolist() if token >= 0] for row in rollouts.tensors["answers"]]
+    assert rollouts.tensors["answers"].min() == -1
     cut = [ids for ids in sampled if ids[-1] not in (end, tokenizer.eos_token_id)]
     assert any(ids[-1] == end for ids in sampled) and all(len(ids) == 40 for ids in cut)
     assert means["cut_answers"] == len(cut) / len(sampled) < 1
     assert not any(end in ids[:-1] for ids in sampled)
+    kept = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    first = prompts[0].prompt(int(rollouts.order.indices(0)[0]))[0]
+    assert [row["answer"] for row in kept] == [tokenizer.decode(ids) for ids in sampled[:4]]
+    assert {(row["step"], row["prompt"]) for row in kept} == {(1, tokenizer.decode(first))}
     assert any(answer != answer.strip() for answer, _ in seen["training"])
     assert "" in [answer for answer, _ in seen["evaluation"]]  # it begins with that end
 
@@ -168,6 +164,9 @@ def test_rewards_are_any_numbers(model_and_tokenizer, prompts):
         assert rewards.dtype == torch.float32 and means["reward"] == means["reward/right"] == 0.5
     rewards, means = rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_: {})
     assert not rewards.any() and means["reward"] == 0
+    counter = itertools.count()
+    _, means = rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_: {"long": 1} if next(counter) % 4 else {})
+    assert means["reward/long"] == 0.75  # a part that an answer does not have is 0
     for wrong in ({"right": math.nan}, {"right": None}, {"right": "1"}, {"right": torch.zeros(2)}, 1.0):
         with pytest.raises(ConfigError, match=r"test_rollouts\.py:\d+: <lambda> of the answer '.*expected finite") as caught:
             rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_, w=wrong: w)
@@ -180,12 +179,30 @@ def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name(monkey
     assert json.dumps(template.score("", {})) == '{"reward": 2.0, "format": 1.0}'
 
 
+def test_a_rollout_takes_the_place_of_a_loader(prompts, model_and_tokenizer):
+    rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], batch=5, updates=3)
+    assert rollouts.steps_per_epoch == 3 * 4
+    windows = list(rollouts.windows(9, 15))  # the last rollout of an epoch, and the first of the next
+    assert [window.num_samples for window in windows] == [5, 0, 0, 5, 0, 0]
+    assert [window.epoch for window in windows] == [0, 0, 0, 1, 1, 1]
+    for window, number in ((windows[0], 3), (windows[3], 4)):
+        assert sorted(window.indices[window.indices >= 0].tolist()) == sorted(rollouts.order.indices(number).tolist())
+    assert {(w.num_targets, w.epoch_samples, len(w.micro_batches)) for w in windows} == {(0, 20, 0)}
+    assert not (windows[1].indices >= 0).any()
+    batch = rollouts.longest(3)
+    longest = max(len(prompts[0].prompt(number)[0]) for number in range(len(prompts[0])))
+    assert batch["input_ids"].shape == (3, math.ceil((longest + 5) / 16) * 16) and len(batch["targets"]) == 3 * 6
+    assert batch["filled"].tolist() == 3 * [longest + 5]
+    assert all(batch[name].shape == (18,) and not batch[name].any() for name in ("advantages", "weights", "old"))
+
+
 def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
     """Answers of 1 to 6 random tokens, with the advantages of these rewards."""
     generator = torch.Generator().manual_seed(1)
     for row in range(len(rollouts.tensors["answers"])):
         length = int(torch.randint(1, 7, (), generator=generator))
         rollouts.tensors["answers"][row, :length] = torch.randint(5, 300, (length,), generator=generator)
+    rollouts.tensors["answers"][0, 0] = 0  # a token as any other
     rollouts.tensors["advantages"][:] = template.advantages_of(config, rewards).flatten()
 
 
@@ -194,7 +211,13 @@ def config_of(template, **changes):
 
 
 def loss_and_gradients(rollouts: Rollouts, template, config, model, *, old: bool) -> tuple[float, dict]:
-    batches, tokens, _ = rollouts.micro_batches(1, config.normalise)
+    batches, tokens, prompts_of = rollouts.micro_batches(3, config.normalise)
+    indices = rollouts.order.indices(2 // config.updates_per_rollout)
+    for batch, asked in zip(batches, prompts_of, strict=True):
+        assert batch["input_ids"].shape[1] % 16 == 0
+        assert asked == [indices[row // 4] for row in dict.fromkeys(batch["rows"].tolist())]
+    filled = [batch["filled"].tolist() for batch in batches]  # of similar length, the longest first
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(filled))
     if old:
         rollouts.note_old(model, batches)
         with torch.no_grad():  # the weights after an update: ratios are far from 1
@@ -217,7 +240,7 @@ def plain_loss(rollouts, config, model, rewards, old) -> torch.Tensor:
         if of_group.max() == of_group.min():
             continue
         answer = [token for token in ids if token >= 0]
-        prompt = rollouts.prompts.prompt(int(rollouts.order.indices(0)[row // 4]))[0]
+        prompt = rollouts.prompts.prompt(int(rollouts.order.indices(2 // config.updates_per_rollout)[row // 4]))[0]
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         logp = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
         advantage = of_group[row % 4] - of_group.mean()
@@ -253,21 +276,23 @@ def test_the_loss_is_that_of_the_papers(tiny_model, prompts, model_and_tokenizer
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
 
 
-def test_two_ranks_learn_what_one_does(prompts, model_and_tokenizer):
-    """The micro-batches of both together are those of one, also of an odd number of answers."""
+@pytest.mark.parametrize(("ranks", "rewards"), [(2, REWARDS), (5, REWARDS * torch.tensor([[1.0], [0], [0], [0]]))])
+def test_several_ranks_learn_what_one_does(prompts, model_and_tokenizer, ranks, rewards):
+    """The micro-batches of all together are those of one, also of an odd number of answers, and where a rank has none."""
     template = load_template("grpo")
     config = config_of(template)
 
     def of_rank(rank, ranks):
         rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], Share(rank, ranks, CPU), per_device=5)
-        given_rollout(rollouts, REWARDS, template, config)
+        given_rollout(rollouts, rewards, template, config)
         batches, tokens, _ = rollouts.micro_batches(1, "token")
         return batches, tokens, sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches)
 
-    whole, halves = of_rank(0, 1), [of_rank(rank, 2) for rank in (0, 1)]
-    assert halves[0][1] == halves[1][1] == whole[1] == sum(len(batch["targets"]) for half in halves for batch in half[0])
-    assert len(halves[0][0]) == len(halves[1][0])
-    torch.testing.assert_close(halves[0][2] + halves[1][2], whole[2], atol=1e-5, rtol=1e-5)
+    whole, parts = of_rank(0, 1), [of_rank(rank, ranks) for rank in range(ranks)]
+    assert {tokens for _, tokens, _ in parts} == {whole[1]}
+    assert whole[1] == sum(len(batch["targets"]) for batches, *_ in parts for batch in batches)
+    assert {len(batches) for batches, *_ in parts} == {math.ceil(sum(map(bool, rewards.std(1).tolist())) * 4 / 5 / ranks)}
+    torch.testing.assert_close(sum(loss for *_, loss in parts), whole[2], atol=1e-5, rtol=1e-5)
 
 
 def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(prompts, model_and_tokenizer):
@@ -300,7 +325,7 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     file, described = tmp_path / "prompts.jsonl", []
 
     def read(*records, **options):
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(file, records)
         data = PromptConfig(train_file=(str(file),), validation_file=(str(file),), **options)
         train, held_out = read_prompts(data, tokenizer)
         described.append(describe(train, held_out, data))
@@ -385,20 +410,9 @@ def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokeni
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
 
-    arguments = GRPOConfig(
-        str(tmp_path),
-        loss_type=loss_type,
-        beta=kl,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        num_generations=4,
-        report_to="none",
-        per_device_train_batch_size=16,
-        max_completion_length=6,
-        use_cpu=True,
-        bf16=False,
-        num_iterations=updates,
-    )
+    options = {"loss_type": loss_type, "beta": kl, "epsilon": 0.2, "epsilon_high": 0.28, "num_iterations": updates}
+    options |= {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 6}
+    arguments = GRPOConfig(str(tmp_path), **options, report_to="none", use_cpu=True, bf16=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = GRPOTrainer(
         model,

@@ -4,6 +4,9 @@ import errno
 import json
 import pickle
 import shutil
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,19 +16,22 @@ from torch import nn
 
 from shared.commands import verify_resume
 from shared.config import parse as configs
-from shared.config.options import OptimConfig
+from shared.config.options import FullSpeedConfig, OptimConfig
+from shared.config.types import Free
 from shared.parallel import sharding
 from shared.parallel.strategy import Strategy
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import digest
-from shared.run import checkpoint_files
+from shared.run import checkpoint, checkpoint_files
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import CheckpointError, checkpoints, find, verify
 from shared.run.folder import _lock
 from shared.run.prepared import Prepared
 from shared.run.state import TrainState
+from shared.run.tensors import read_tensors, saved_tensors
 from shared.training import optim
 from tests.conftest import SmallConfig
+from tests.security.conftest import Payload
 
 
 class Saver(Checkpointer):
@@ -33,7 +39,12 @@ class Saver(Checkpointer):
         return super().resume(find(self.run_dir, self.config.checkpoint.resume_from_checkpoint))
 
 
-def make(folder, *, optim_name="adamw", data="abc", **settings):
+@dataclass(frozen=True)
+class OfABase(SmallConfig):
+    model_name_or_path: Free[str] = "org/base"
+
+
+def make(folder, *, optim_name="adamw", data="abc", config=None, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[0].bias.requires_grad_(False)
@@ -43,7 +54,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
-    config = configs.replace(SmallConfig(), **settings)
+    config = configs.replace(config or SmallConfig(), **settings)
     return model, optimizers, Saver(setup_of(accelerator, model, optimizers, folder, config), data)
 
 
@@ -78,18 +89,96 @@ def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name
     assert train(model, optimizers, 3, 6) == expected
 
 
-def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tmp_path):
+def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tmp_path, capsys):
     _, _, saver = make(tmp_path / "run")
     first = saver.run_dir / "checkpoint-000001"
+    saver.save(TrainState())  # nothing is learned yet
     saver.save(TrainState(step=1, targets=1))
     saver.save(TrainState(step=1, targets=2))
-    assert saver.resume().targets == 1
-    saver.save(TrainState(step=2, targets=2))
+    assert saver.resume().targets == 1 and not [name for name in saved_tensors(first) if name.startswith("rank")]
+    capsys.readouterr()
+    saver.save(TrainState(step=2, targets=2, best_step=1))
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+    assert capsys.readouterr().err == "saved checkpoint-000002\n"
     with pytest.raises(ConfigError, match="is this run's own: to go back to it, delete the later ones"):
         find(tmp_path / "run", first)
     shutil.rmtree(saver.run_dir / "checkpoint-000002")
     assert saver.resume().targets == 1
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path, capsys, monkeypatch):
+    _, _, saver = make(tmp_path / "run")
+    for step in range(1, 6):
+        saver.save(TrainState(step=step, best_step=min(2, step)))
+    assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["2", "4", "5"]
+    assert capsys.readouterr().err.count(", the best so far\n") == 2
+
+    def remove(_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoint, "remove", remove)
+    saver.save(TrainState(step=6))
+    said = capsys.readouterr().err
+    assert "warning: checkpoint-000006 is saved, but an older one could not be removed" in said and "busy" in said
+    assert saver.resume().step == 6
+
+
+@pytest.mark.parametrize("part", ["write", "write_manifest"])
+def test_a_save_that_fails_names_the_rank_and_leaves_nothing(tmp_path, monkeypatch, part):
+    _, _, saver = make(tmp_path / "run")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, part, full)
+    with pytest.raises(CheckpointError, match=r"^checkpoint-000001 could not be saved: rank 0: .*No space left") as caught:
+        saver.save(TrainState(step=1))
+    assert caught.value.exit_code == 3 and not [*saver.run_dir.iterdir()]
+
+
+def test_a_save_in_the_background_holds_what_was_then(tmp_path, monkeypatch):
+    trained, write = threading.Event(), checkpoint.write
+
+    def late(*args):
+        assert threading.current_thread() is not threading.main_thread()
+        trained.wait()
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    model, optimizers, saver = make(tmp_path / "run", config=SmallConfig(speed=FullSpeedConfig(async_save=True)))
+    weights = model[2].weight.detach().clone()
+    saver.save(TrainState(step=1))
+    train(model, optimizers, 1, 3)
+    trained.set()
+    saver.wait()
+    assert read_tensors(saver.run_dir / "checkpoint-000001")["model.2.weight"].equal(weights)
+    assert not model[2].weight.equal(weights)
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_each_rank_goes_on_with_its_own_statistics_and_any_other_number_with_the_mean(tmp_path, monkeypatch, ranks):
+    """The first of two ranks, of which the other's are greater by 2."""
+    monkeypatch.setattr(checkpoint, "average_buffers", lambda _, mean: [value.add_(1) for value in mean.values()])
+    model, _, saver = make(tmp_path / "run")
+    saver.accelerator = SimpleNamespace(num_processes=2, process_index=0, is_main_process=True, scaler=None)
+    saver.facts["world_size"] = 2
+    own = model[1].running_mean.clone()
+    saver.save(TrainState(step=1))
+    assert model[1].running_mean.equal(own)
+    model[1].running_mean.zero_()
+    saver.accelerator.num_processes = ranks
+    assert saver.resume().step == 1
+    torch.testing.assert_close(model[1].running_mean, own + (ranks == 1), rtol=0, atol=0)
+
+
+def test_replicas_that_train_apart_save_weights_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(Strategy, "prefix", "rank0.")
+    model, _, saver = make(tmp_path / "run")
+    weights = model[2].weight.detach().clone()
+    saver.save(TrainState(step=1))
+    assert all(name.startswith("rank0.") for name in saved_tensors(saver.run_dir / "checkpoint-000001"))
+    model[2].weight.data.zero_()
+    assert saver.resume().step == 1 and model[2].weight.equal(weights)
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "rank-0.safetensors"])
@@ -109,12 +198,21 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
         place = len(content) // 2 if name != "MANIFEST.json" else content.index(b'"targets": ') + 11
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     assert saver.resume().step == 1
-    assert "checkpoint-000002" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint-000002" in said and "; the one before it is used" in said
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
         make(tmp_path / "new", resume_from_checkpoint=newest)[2].resume()
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         saver.resume()
+    assert "the one before" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"format": 7, "step": 1, "files": []}', '{"format": 7, "step": 1}'])
+def test_a_manifest_that_is_none_is_damaged(tmp_path, content):
+    (tmp_path / "MANIFEST.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is damaged"):
+        verify(tmp_path)
 
 
 def test_the_loss_scale_of_fp16_is_restored(tmp_path):
@@ -128,6 +226,7 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path):
             saver.resume()
             assert saver.accelerator.scaler.get_scale() == 4.0
         saver.accelerator.scaler = None
+    assert saver.resume().step == 1  # in fp32
 
 
 @pytest.mark.parametrize(
@@ -175,12 +274,20 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys):
     assert make(tmp_path / "run", seed=1, allow_changed=("seed",))[2].resume().step == 1
 
 
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
+def test_other_frozen_weights_and_other_replicas_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "identity_of_frozen", lambda name, _: f"of {name}")
+    _, _, saver = make(tmp_path / "run", config=OfABase())
+    saver.save(TrainState(step=1))
+    with pytest.raises(ConfigError, match="belongs to a run on other base weights"):
+        make(tmp_path / "run")[2].resume()
+    assert make(tmp_path / "run", allow_changed=("base",))[2].resume().step == 1
+    saver.facts["replicas"] = "2 replicas in 2 processes"
+    with pytest.raises(ConfigError, match="is of no replicas that train apart, and this launch has 2 replicas in 2 proc"):
+        saver.resume()
+    saver.save(TrainState(step=2))
+    saver.facts["replicas"] = ""
+    with pytest.raises(ConfigError, match="is of 2 replicas in 2 processes that train apart, and this launch has none"):
+        saver.resume()
 
 
 def replace_file(folder, name, content):
@@ -276,18 +383,6 @@ def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_
     (tmp_path / "run" / "final").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds final, which the run would overwrite, but no checkpoint"):
         _lock(tmp_path / "run")
-
-
-def test_other_frozen_weights_are_refused(tmp_path):
-    _, _, saver = make(tmp_path / "run")
-    saver.facts["base"] = "one"
-    saver.save(TrainState(step=1))
-    saver.facts["base"] = "another"
-    with pytest.raises(ConfigError, match="belongs to a run on other base weights"):
-        saver.resume()
-    _, _, saver = make(tmp_path / "run", allow_changed=("base",))
-    saver.facts["base"] = "another"
-    assert saver.resume().step == 1
 
 
 def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path, capsys):

@@ -16,7 +16,7 @@ from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import CleanExit
 from shared.text.labelled import open_texts
 from shared.text.options import LabelledTextConfig
-from tests.conftest import ACCELERATE, ROOT, Run, run, run_here, slow
+from tests.conftest import ACCELERATE, ROOT, learn_here, run, slow, write_lines
 
 
 def evaluated(folder, flag, data, template, *more):
@@ -32,17 +32,15 @@ def evaluated(folder, flag, data, template, *more):
 @pytest.mark.slow
 def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path):
     """Adapter and merged model, beside another run; on its own validation data, loss and scores are those that it logged."""
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:6]))
+    held_out = write_lines(tmp_path / "held_out.jsonl", [*map(json.loads, chat_file.read_text().splitlines()[:6])])
     flags = ("--train_file", chat_file, "--validation_file", held_out, "--model_name_or_path", tiny_model, "--max_steps", 4)
     flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--merge_adapter", "--eval_answers", 5)
     flags = (*flags, "--max_new_tokens", 8, "--learning_rate", 1e-2, "--metric_for_best_model", "none")
     ended = run("lora_finetune", tmp_path / "run", *flags)
     other = run("lora_finetune", tmp_path / "other", *flags, "--lora_r", 2, "--eval_answers", 0)
     again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune", "--eval_answers", 5, "--beside", other.folder)
-    before = next(row for row in ended.rows if "eval_loss" in row)
     for name in ("loss", "token_f1"):
-        first, last = before[f"eval_{name}"], ended.last(f"eval_{name}")
+        first, *_, last = ended.each(f"eval_{name}")
         assert again[name][:3] == pytest.approx([first, last, last], abs=2e-4)
     assert again["loss"][3] == pytest.approx(other.last("eval_loss"), abs=2e-4) and len(again["exact_match"]) == 4
     answered = (ended.folder / "evaluations/held_out/final/answers.jsonl").read_text().splitlines()
@@ -60,20 +58,19 @@ def test_a_run_on_the_demo_is_evaluated_on_other_data(tmp_path):
 def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_path):
     """Also if it has fewer samples than a batch, or classes, and the data set is gone."""
     rows = [{"text": f"sample {number} of some", "label": "ab"[number % 2]} for number in range(16)]
-    data, test = tmp_path / "data" / "train.jsonl", tmp_path / "test.jsonl"
+    data = tmp_path / "data" / "train.jsonl"
     data.parent.mkdir()
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    test.write_text(json.dumps(rows[0]) + "\n")
+    write_lines(data, rows)
+    test = write_lines(tmp_path / "test.jsonl", rows[:1])
     flags = ("--dataset_name", data.parent, "--validation_split_name", "train", "--global_batch_size", 4)
     flags = (*flags, "--max_steps", 1, "--seq_length", 32, "--lora_r", 4)
     more = ("--allow_unused_columns", "label") if template == "lora_finetune" else ()
-    run_here(template, *flags, *more, "--output_dir", tmp_path / "run")
+    learn_here(template, tmp_path / "run", *flags, *more)
     shutil.rmtree(data.parent)
     given = settings(tmp_path / "run", tmp_path / "run/final", {"validation_file": str(test)}, tmp_path)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(given))
-    run_here(template, "--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "again")
-    (row,) = [row for row in Run(tmp_path / "again", 0, "").rows if "eval_loss" in row]
-    assert row["step"] == 0
+    again = learn_here(template, tmp_path / "again", "--config", tmp_path / "settings.yaml")
+    assert [row["step"] for row in again.rows if "eval_loss" in row] == [0]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +90,7 @@ def test_classes_are_those_of_the_model(tiny_model, tmp_path, kind, names, raw):
     of_texts = {"train_file": ["gone.csv"], "problem_type": None}
     of_texts |= {"text_column": None, "text_pair_column": "other", "label_column": "kind"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(of_texts))
-    test = tmp_path / "test.jsonl"
-    test.write_text(json.dumps({"text": "some", "other": "x", "kind": raw}) + "\n")
+    test = write_lines(tmp_path / "test.jsonl", [{"text": "some", "other": "x", "kind": raw}])
     given = settings(tmp_path, tmp_path / "final", {"validation_file": [str(test)]}, tmp_path)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     del options["model_name_or_path"]

@@ -14,7 +14,7 @@ from shared.data.order import seed_all
 from shared.process.errors import ConfigError, NotNow
 from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import launch
-from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, run, slow
+from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, free_port, run, run_here, slow
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -115,65 +115,68 @@ def test_exit_code_of_the_script_itself_names_the_cause(tmp_path):
     assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
 
 
-def short_of_memory(folder, rows, where, template, *flags, processes=1, config=None):
-    """Launch a template on a device that has no memory for more than `rows` rows at once."""
-    argv = command(template, folder, *flags, processes=processes, config=config)
-    place = argv.index(str(ROOT / "templates" / f"{template}.py"))
-    argv[place : place + 1] = [str(ROOT / "tests" / "short_of_memory.py"), str(rows), where, template]
-    code, output = LAUNCHER.run(argv, dict(os.environ))
-    return Run(folder, code, output)
-
-
 @pytest.fixture(scope="module")
-def small(text_file, tiny_model):
-    return (
-        *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3),
-        *("--eval_samples", 2, "--global_batch_size", 8),
-    )
+def small(text_file, tiny_model, tmp_path_factory):
+    """(flags of a run of three steps, its losses one row at a time)."""
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3)
+    flags = (*flags, "--eval_samples", 2, "--global_batch_size", 8)
+    folder = tmp_path_factory.mktemp("small")
+    run_here("pretrain", "--output_dir", folder, *flags, "--per_device_train_batch_size", 1)
+    return flags, Run(folder, 0, "").losses
+
+
+def short_of_memory(folder, where, *flags, processes=1, config=None):
+    """Launch pretrain.py on a device that has no memory for more than one row at once, where it is to take four."""
+    argv = command("pretrain", folder, *flags, "--per_device_train_batch_size", 4, processes=processes, config=config)
+    place = argv.index(str(ROOT / "templates" / "pretrain.py"))
+    argv[place : place + 1] = [str(ROOT / "tests" / "short_of_memory.py"), "1", where, "pretrain"]
+    return Run(folder, *LAUNCHER.run(argv, dict(os.environ)))
 
 
 @pytest.mark.parametrize(
-    ("config", "processes", "where"),
-    [("fsdp2", 2, "backward"), slow(None, 1, "forward"), slow("ddp", 2, "backward"), slow("fsdp2", 2, "forward")],
+    ("config", "processes", "where"), [("fsdp2", 2, "backward"), slow(None, 1, "forward"), slow("ddp", 2, "forward")]
 )
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_nothing_else_changes(small, tmp_path, config, processes, where):
-    plain = run("pretrain", tmp_path / "plain", *small, "--per_device_train_batch_size", 1)
-    short = short_of_memory(
-        *(tmp_path / "short", 1, where, "pretrain", *small, "--per_device_train_batch_size", 4, "--find_batch_size"),
-        processes=processes,
-        config=config,
-    )
+    flags, losses = small
+    short = short_of_memory(tmp_path, where, *flags, "--find_batch_size", processes=processes, config=config)
     assert short.returncode == 0, short.output
     assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in short.output
     assert f"{processes} process{'es' * (processes > 1)} x 1 at once x {8 // processes} accumulated" in short.output
-    assert short.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert short.losses == pytest.approx(losses, rel=1e-5)
 
 
 def test_out_of_memory_names_the_next_lever(small, tmp_path):
-    short = short_of_memory(tmp_path, 1, "backward", "pretrain", *small, "--per_device_train_batch_size", 4)
+    short = short_of_memory(tmp_path, "backward", *small[0])
     assert short.returncode != 0
     advice = "error: out of memory: 4 rows do not fit\n  next: --per_device_train_batch_size 2"
     assert advice in short.output and "--gradient_checkpointing full" in short.output
 
 
+STARTS = """
+import sys
+import torch
+from shared.process import ranks
+from shared.run import launch
+ranks.cores = lambda: 14
+launch._use_all_cores(2)
+print("threads", torch.get_num_threads())
+launch.start(0)
+"""
+
+
 def test_processes_that_were_asked_for_and_not_started_are_told(tmp_path):
     """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
-    script = ["templates/pretrain.py", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
-    for words, code in (
-        (["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"], 1),
-        (
-            [
-                "-m",
-                "shared",
-                "run",
-                "accelerate",
-                "launch",
-                "--config_file=accelerate_configs/cpu.yaml",
-                "--num_processes=2",
-            ],
-            2,
-        ),
-    ):
-        done = subprocess.run([sys.executable, *words, *script], cwd=ROOT, capture_output=True, text=True)
-        assert "error: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
-        assert done.returncode == code and not list(tmp_path.glob("run/checkpoint-*"))
+    (tmp_path / "script.py").write_text(STARTS)
+    argv = [*ACCELERATE, "--cpu", "--num_processes", "2", str(tmp_path / "script.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert "ConfigError: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
+    assert done.returncode and done.stdout == "threads 1\n"  # the user's
+
+
+@pytest.mark.parametrize("options", ["--num_processes=2", "--num-processes 2"])
+def test_processes_are_asked_for_in_several_ways(monkeypatch, options):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(launch, "_of_launcher", lambda _: f"accelerate launch {options} x.py".replace(" ", "\0"))
+    with pytest.raises(ConfigError, match="--num_processes 2, but this launch config starts one process"):
+        launch._refuse_fewer_processes_than_asked_for()

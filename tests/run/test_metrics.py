@@ -30,9 +30,20 @@ class Ranks(SimpleNamespace):
     def log(self, *_, **__):
         pass
 
+    wait_for_everyone = end_training = log
 
-def setup_of(accelerator, folder):
-    return SimpleNamespace(accelerator=accelerator, config=CONFIG, dir=folder, name="x", unit="tokens", is_main=True)
+
+def setup_of(accelerator, folder, unit="tokens", config=CONFIG):
+    return SimpleNamespace(accelerator=accelerator, config=config, dir=folder, name="x", unit=unit, is_main=True)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """[what time it is]."""
+    now = [0.0]
+    for module in (metrics, step):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
 
 
 def a_step(accelerator, state, loss, finite=True):
@@ -51,9 +62,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
-    clock = [0.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, clock, tmp_path, capsys):
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
     one, state = Ranks(num_processes=1), TrainState()
     logger = metrics.Logger(setup_of(one, tmp_path), state, 9, None)
@@ -65,6 +74,72 @@ def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
     first, second = rows_of(tmp_path)
     assert first["loss"] == (4 + 8) / 2 / 2 and first["processed_tokens_per_second"] == 3 * 3 / 6
     assert second["loss"] is None  # nothing was learned
+    lines = ["step 1/9", "step 3/9: loss 3.000, 1.50 tokens/s, 00:12 left", "step 4/9: loss nan, 1.50 tokens/s, 00:10 left"]
+    assert capsys.readouterr().err.splitlines() == lines and not (tmp_path / "audit").exists()
+
+
+def test_values_of_some_steps_alone_are_means_over_these_and_figures_are_rounded(monkeypatch, clock, tmp_path, capsys):
+    """Also: pairs, of which tokens pass through the model; sums in fp64; a reward in place of the loss."""
+    monkeypatch.setattr(metrics, "total", lambda _, own: own)
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2_000_000))
+    one, state = Ranks(num_processes=1), TrainState(step=6, targets=40, skipped=2)
+    logger = metrics.Logger(setup_of(one, tmp_path, "pairs"), state, 9, 3.0)
+    for loss, seconds, values in ((2.0**25, 0.1, {"reward": 3.0}), (2.0, 0.2, {}), (1.0, 0.33, {"reward": 1.0})):
+        clock[0] += seconds
+        made = a_step(one, state, loss)
+        made.window.sources = {"a": (8, 2)}
+        made.log_means(**values)
+        logger.step(made, due=state.step > 7)
+    first, second = rows_of(tmp_path)
+    expected = {"step": 8, "loss": 8388608.5, "reward": 3.0, "learning_rate": 0.1, "grad_norm": 0.5, "pairs": 40}
+    expected |= {"skipped_steps": 2, "epochs/a": 0.25, "peak_memory_gb": 2.048, "data_wait_share": 0.0}
+    assert {name: first[name] for name in first if "per_second" not in name} == expected
+    assert first["trained_pairs_per_second"] == pytest.approx(4 / 0.3) and "processed_tokens_per_second" in first
+    assert second["reward"] == 1.0 and second["loss"] == 0.5
+    rewards = "reward 3.000, 20 tokens/s", "reward 1.000, 9.09 tokens/s"
+    lines = [f"step {8 + place}/9: {reward}, epochs/a 0.25, 00:00 left" for place, reward in enumerate(rewards)]
+    assert capsys.readouterr().err.splitlines() == ["step 7/9", *lines]
+
+
+def test_a_loss_far_above_the_recent_ones_is_said(tmp_path, capsys):
+    def warns(recent, loss):
+        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9, None)
+        for value in (*recent, loss):
+            logger._warn_of_a_spike(value)
+        return "warning: step 0: the loss is" in capsys.readouterr().err
+
+    assert warns([2.0] * 5, 2.51) and not warns([2.0] * 5, 2.5) and not warns([2.0] * 4, 9.0)
+    assert warns(range(5), 10.5) and not warns(range(5), 10.0) and not warns([2.0] * 4 + [math.nan], 9.0)
+
+
+def test_a_log_file_gets_a_line_a_minute_and_a_terminal_a_bar(monkeypatch, clock, tmp_path, capsys):
+    drawn = []
+    monkeypatch.setattr(metrics, "draw_curves", lambda *_: drawn.append(clock[0]))
+    monkeypatch.setattr(metrics, "start_profile", lambda _, steps: SimpleNamespace(stop=lambda: drawn.append(steps)))
+    config = SimpleNamespace(log=LogConfig(report_to="none", profile=True), evaluation=EvaluationConfig())
+    logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path, config=config), TrainState(step=3), 9, None)
+    for clock[0], line in ((60.0, "no"), (60.5, "yes"), (120.5, "no"), (121.0, "yes")):
+        logger.print_each_minute(line)
+        logger.draw()
+    assert capsys.readouterr().err == "yes\nyes\n" and drawn == [60.5, 121.0]
+    logger.close()
+    assert drawn[2:] == [6, 121.0]
+    monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
+    for is_main in (True, False):
+        monkeypatch.setattr(Ranks, "is_main_process", is_main)
+        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9, None)
+        assert logger.bar.disable is not is_main and logger.profile is None
+        logger.draw(now=True)
+        logger.bar.close()
+    assert len(drawn) == 5
+
+
+@pytest.mark.parametrize(("row", "is_kept"), [
+    ({"step": 3, "loss": 1.0}, True), ({"step": 4, "loss": 1.0}, False), ({"loss": 1.0}, False),
+    ({"step": 2, "eval_loss": 1.0}, True), ({"step": 3, "eval_loss": 1.0}, False),
+])  # fmt: skip
+def test_a_resumed_run_keeps_the_rows_up_to_its_step_and_its_evaluation(row, is_kept):
+    assert metrics._is_of(TrainState(step=3, evaluated=2), row) is is_kept
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -84,9 +159,7 @@ def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(proces
     assert row["loss"] == (kept["loss"] + 5) / (kept[metrics.STEPS] + 1)
 
 
-def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
-    clock = [0.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, clock, tmp_path):
     monkeypatch.setattr(metrics, "peak_flops", lambda _: PEAK_FLOPS["H100"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
@@ -96,7 +169,6 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
     window.indices = np.array([[0], [1]])
-    monkeypatch.setattr(step, "time", metrics.time)
 
     def batches():
         for _ in range(2):

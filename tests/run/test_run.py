@@ -15,18 +15,7 @@ SMALL = {
     "lora_finetune": ["--seq_length", 64, "--learning_rate", 0.5, "--max_new_tokens", 2],
     "image_classification": ["--image_size", 16, "--learning_rate", 0.05, "--dataloader_num_workers", 0],
 }
-COMMON = [
-    "--global_batch_size",
-    8,
-    "--per_device_train_batch_size",
-    4,
-    "--eval_steps",
-    2,
-    "--save_steps",
-    3,
-    "--max_steps",
-    10,
-]
+COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--eval_steps", 2, "--save_steps", 3]
 
 
 def flags_of(template, text_file, chat_file, tiny_model, image_folder):
@@ -35,7 +24,7 @@ def flags_of(template, text_file, chat_file, tiny_model, image_folder):
         "lora_finetune": ["--train_file", chat_file, "--model_name_or_path", tiny_model],
         "image_classification": ["--train_dir", image_folder],
     }
-    return [*SMALL[template], *data[template], *COMMON]
+    return [*SMALL[template], *data[template], *COMMON, "--max_steps", 10]
 
 
 @pytest.fixture(params=[slow("pretrain"), "lora_finetune", slow("image_classification")])

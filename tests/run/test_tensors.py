@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,24 +10,26 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import _TYPES
 
 from shared.process.files import digest
-from shared.run.tensors import Piece, pieces_of, read, read_tensors, share_out, write
+from shared.run import tensors
+from shared.run.tensors import Piece, pieces_of, read, read_tensors, read_weights, share_out, write
 
 
 def test_all_types_and_shapes_are_the_same_bits_after_it(tmp_path):
-    tensors = {
+    held = {
         f"of {code}": torch.randn(3, 5).mul(9).to(dtype)
         for code, dtype in _TYPES.items()
         if not re.search("U[136]|FNUZ", code)
     }
-    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "part": torch.randn(9)[2:5]}
-    tensors |= {"turned": torch.randn(2, 3).T, "column": torch.randn(5, 4)[:, 1:2]}
-    fact = write(tmp_path / "rank-0.safetensors", tensors, share_out([pieces_of(tensors)])[0])
+    held |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "part": torch.randn(9)[2:5]}
+    held |= {"turned": torch.randn(2, 3).T, "column": torch.randn(5, 4)[:, 1:2]}
+    assert pieces_of(held)["of F64"] == Piece((3, 5), (0, 0), (3, 5), 120)
+    fact = write(tmp_path / "rank-0.safetensors", held, share_out([pieces_of(held)])[0])
     assert fact == digest(tmp_path / "rank-0.safetensors")
-    theirs = {name: torch.empty_like(value) for name, value in tensors.items()}
+    theirs = {name: torch.empty_like(value) for name, value in held.items()}
     dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     for found in (read_tensors(tmp_path), theirs):
-        assert found.keys() == tensors.keys()
-        for name, value in tensors.items():
+        assert found.keys() == held.keys()
+        for name, value in held.items():
             assert found[name].dtype == value.dtype and found[name].shape == value.shape
             assert found[name].contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8))
 
@@ -59,12 +62,32 @@ def test_what_ranks_hold_alike_is_written_once_and_evenly():
 
 def test_what_no_rank_holds_is_not_left_out_in_silence():
     with pytest.raises(ValueError, match="x: the ranks' pieces do not make the whole of it"):
-        share_out([{"x": Piece((4, 3), (2, 0), (2, 3), 24)}])
+        share_out(
+            [{"x": Piece((4, 3), (2, 0), (2, 3), 24), "y": Piece((4,), (2,), (2,), 8), "z": Piece((2,), (0,), (2,), 8)}]
+        )
+
+
+def test_what_lies_on_other_ranks_alone_is_left_to_them(monkeypatch):
+    elsewhere = SimpleNamespace(shape=(4,), device_mesh=SimpleNamespace(get_coordinate=lambda: None))
+    monkeypatch.setattr(tensors, "DTensor", SimpleNamespace)
+    assert [*pieces_of({"elsewhere": elsewhere, "here": torch.ones(2)})] == ["here"]
+
+
+def test_what_cannot_be_written_is_said_as_the_system_says_it(tmp_path):
+    with pytest.raises(OSError, match=r"^No such file or directory \(os error 2\)"):
+        write(tmp_path / "none" / "rank-0.safetensors", {}, {})
+
+
+def test_weights_have_their_own_names_and_the_precision_asked_for(tmp_path):
+    of_run = {"model.a": torch.ones(2), "model.n": torch.ones(2, dtype=torch.int64), "optimizer.a.exp_avg": torch.ones(2)}
+    write(tmp_path / "rank-0.safetensors", of_run, pieces_of(of_run))
+    weights = read_weights(tmp_path, dtype=torch.bfloat16)
+    assert {name: value.dtype for name, value in weights.items()} == {"a": torch.bfloat16, "n": torch.int64}
 
 
 def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
-    tensors = {"a": torch.ones(3), "b": torch.ones(3)}
-    write(tmp_path / "rank-0.safetensors", tensors, pieces_of(tensors))
+    held = {"a": torch.ones(3), "b": torch.ones(3)}
+    write(tmp_path / "rank-0.safetensors", held, pieces_of(held))
     for other, message in (
         ({"b": torch.zeros(4)}, r"Size mismatch between saved torch.Size\(\[3\]\) and current: torch.Size\(\[4\]\) for b"),
         ({"c": torch.zeros(3)}, "Missing key in checkpoint state_dict: c"),

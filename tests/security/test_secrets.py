@@ -135,14 +135,14 @@ def test_masking_twice_changes_nothing(text):
 
 
 def test_hostile_text_costs_linear_time():
-    size = 100_000
+    size = 40_000
     starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "SG.", "M", "1:", "***"]
     starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "wandb login "]
     texts = [start * (size // len(start)) for start in starts] + [start + end * size for start in starts for end in "aA- :"]
     for text in (*texts, " ".join(HINTS) * (size // 400)):
         began = time.process_time()
         masked(text)
-        assert time.process_time() - began < 2, text[:60]  # 0.05 s; with backtracking, half a minute
+        assert time.process_time() - began < 1, text[:60]  # 0.02 s; with backtracking, five seconds
 
 
 def files_with(needle: str, *folders: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from shared import demo
 from shared.data import records, store
 from shared.data.loader import Loader, Share
-from shared.data.order import IGNORED, Order
+from shared.data.order import IGNORED, Order, permuted
 from shared.data.records import read_records
 from shared.data.store import Notes
 from shared.models.tokenizers import load_tokenizer
@@ -24,20 +24,9 @@ from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
-from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded
-from tests.conftest import put_a_token_before_texts
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TURNS = [
-    {"role": "system", "content": "the model reads"},
-    {"role": "user", "content": "a line"},
-    {"role": "assistant", "content": "says what"},
-    {"role": "user", "content": "comes next"},
-    {"role": "assistant", "content": "since it saw many"},
-]
+from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded, grouped_order
+from tests.chats import ASKED, CHATML, LEARNED, MARKED, TURNS, Learns, chat_tokenizer, headed, marked
+from tests.conftest import put_a_token_before_texts, write_lines
 
 
 @pytest.fixture
@@ -46,65 +35,43 @@ def tokenizer(tiny_model):
 
 
 @pytest.fixture
-def chatml(tokenizer):
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
-    return tokenizer
+def chatml(tiny_model):
+    return chat_tokenizer(tiny_model)
 
 
-def learned_runs(tokenizer, ids, learned):
-    """The text of each run of learned tokens."""
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
-    return [tokenizer.decode([ids[i] for i in run]).strip() for run in runs if learned[run[0]]]
+@pytest.fixture
+def learns(tiny_model):
+    return Learns(tiny_model)
+
+
+SHAREGPT = [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]
+PARTS_OF_TEXT = {"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "line"}]}
 
 
 @pytest.mark.parametrize(
     ("record", "form", "learned"),
     [
         ({"messages": TURNS[1:3]}, "chat messages", "says what"),
-        (
-            {"conversations": [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]},
-            "ShareGPT conversations",
-            "says what",
-        ),
+        ({"conversations": SHAREGPT}, "ShareGPT conversations", "says what"),
         ({"prompt": "a line ", "completion": "says what"}, "prompt and completion", "says what"),
         ({"prompt": TURNS[1:2], "completion": TURNS[2:3]}, "prompt and completion", "says what"),
         ({"instruction": "a line", "input": "", "output": "says what"}, "Alpaca instructions", "says what"),
         ({"instruction": "a", "input": "line", "output": "says what"}, "Alpaca instructions", "says what"),
         ({"text": "says what"}, "plain text", "says what"),
         ({"messages": json.dumps(TURNS[1:3])}, "chat messages", "says what"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "line"}]}, TURNS[2]]},
-            "chat messages",
-            "says what",
-        ),
-        ({"prompt": TURNS[1:4], "completion": TURNS[4:]}, "prompt and completion", "since it saw many"),
-        ({"messages": [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]}, "chat messages", "since it saw many"),
+        ({"messages": [PARTS_OF_TEXT, TURNS[2]]}, "chat messages", "says what"),
+        ({"prompt": TURNS[1:4], "completion": TURNS[4:]}, "prompt and completion", "it saw many"),
     ],
 )
-def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, record, form, learned):
+def test_each_form_is_recognised_and_learns_the_answer_and_its_end(learns, record, form, learned):
     assert recognise(record, "here") == form
-    ids, mask = Encoder(tokenizer, "assistant")(read_example(record, form, "here"), "here")
-    assert learned_runs(tokenizer, ids, mask) == [learned + "<|endoftext|>"]
-
-
-@pytest.mark.parametrize(
-    ("loss_on", "expected"),
-    [
-        ("assistant", ["says what<|im_end|>", "since it saw many<|im_end|>"]),
-        ("completion", ["since it saw many<|im_end|>"]),
-    ],
-)
-def test_a_template_that_marks_nothing_is_read_by_placeholders(chatml, loss_on, expected):
-    ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
-    assert learned_runs(chatml, ids, mask) == expected
+    assert [run.strip() for run in learns(record, None)] == [learned + "<|endoftext|>"]
 
 
 def test_what_the_system_says_is_read_from_each_form():
-    talk = [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]
     for record in (
         {"system": "the model reads", "instruction": "a line", "output": "says what"},
-        {"system": "the model reads", "conversations": talk},
+        {"system": "the model reads", "conversations": SHAREGPT},
         {"messages": [{"role": "developer", "content": "the model reads"}, *TURNS[1:3]]},
         {"system": "the model reads", "messages": TURNS[1:3]},
     ):
@@ -112,100 +79,90 @@ def test_what_the_system_says_is_read_from_each_form():
     with pytest.raises(ConfigError, match="in the column 'system' and among the messages: keep one"):
         read_example({"system": "be brief", "messages": TURNS}, "chat messages", "here")
     joined = {"system": "the model reads", "prompt": "a line", "completion": "says what"}
-    with pytest.raises(
-        ConfigError, match=r"data with a system text, which only a chat template takes .*; .* --allow_unused_columns"
-    ):
+    with pytest.raises(ConfigError, match=r"a system text, which only a chat template takes .*; .* --allow_unused_columns"):
         refuse_other_meanings(joined, "prompt and completion", "here")
     refuse_other_meanings(joined | {"system": ""}, "prompt and completion", "here")
 
 
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\n' }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_turn_of_weight_0_is_shown_and_not_learned(chatml, marked):
-    chatml.chat_template = MARKED if marked else CHATML
-    for unlearned, expected in ((2, ["since it saw many<|im_end|>"]), (4, ["says what<|im_end|>"])):
-        messages = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
-        example = read_example({"messages": messages}, "chat messages", "here")
-        ids, mask = Encoder(chatml, "assistant")(example, "here")
-        assert learned_runs(chatml, ids, mask) == expected
-        assert ids == Encoder(chatml, "assistant")(Example(TURNS), "here")[0]
-    _, mask = Encoder(chatml, "completion")(example, "here")
-    assert not mask.any()
-
-
-THINKING = (  # before the answer that is the last, as Qwen3's template has it
-    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+THINKING = ASKED + headed(  # before the answer that is the last, as Qwen3's template has it
     "{% if m['role'] == 'assistant' and loop.index0 > ns.asked %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}"
 )
-OPENED = (  # a thought is opened where an answer is to be generated, as DeepSeek-R1's and Qwen3.6's templates do
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+# A thought is opened where an answer is to be generated, as DeepSeek-R1's and Qwen3.6's templates do.
+OPENED = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+# What ends the last turn, and what begins the next, begin with the same character, as in Phi-3's template.
+ALIKE = CHATML.removesuffix("{% endif %}") + "{% else %}{{ '<|return|>' }}{% endif %}"
+RETURNING = headed(  # another token ends the last answer, as in gpt-oss's template
+    "{{ m['content'] }}{{ '<|return|>' if m['role'] == 'assistant' and loop.last else '<|im_end|>' }}"
 )
-ALIKE = (  # what ends the last turn, and what begins the next, begin with the same character, as in Phi-3's template
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|return|>' }}{% endif %}"
-)
-RETURNING = (  # another token ends the last answer, as in gpt-oss's template
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
-    "{{ '<|return|>' if m['role'] == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+MOVING = headed(  # what the system says stands before the last question
+    "{% if (loop.last and m['role'] == 'user') or (loop.revindex == 2 and m['role'] == 'user') %}"
+    "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+).replace("in messages", "in messages[1:]")
+STRICT = "{{ raise_exception('too short') if messages[-1].content | length < 4 }}" + MARKED  # refuses placeholders
+ENDED = headed(marked("{{ m['content'] + '<|im_end|>\n' }}"))  # the end of a line is marked, too
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "loss_on", "unlike", "expected"),
     [
-        (THINKING, ["says what<|im_end|>", "<think>\n\n</think>\n\nsince it saw many<|im_end|>"]),
-        (OPENED, ["says what<|im_end|>", "since it saw many<|im_end|>"]),
-        (ALIKE, ["says what<|im_end|>", "since it saw many<|im_end|>\n<|return|>"]),
-        (RETURNING, ["says what<|im_end|>", "since it saw many<|return|>"]),
+        (CHATML, "assistant", 0, LEARNED),
+        (CHATML, "completion", 0, LEARNED[1:]),
+        (MARKED, "assistant", 0, LEARNED),
+        (STRICT, "assistant", 0, LEARNED),
+        (ENDED, "assistant", 0, LEARNED),
+        (THINKING, "assistant", 0, [LEARNED[0], "<think>\n\n</think>\n\n" + LEARNED[1]]),
+        (OPENED, "assistant", 2, LEARNED),
+        (ALIKE, "assistant", 0, [LEARNED[0], LEARNED[1] + "\n<|return|>"]),
+        (RETURNING, "assistant", 0, [LEARNED[0], "it saw many<|return|>"]),
+        (MOVING, "assistant", 2, LEARNED),
+        (MOVING, "completion", 0, LEARNED[1:]),
     ],
-    ids=["thinking", "opened", "alike", "returning"],
+    ids=[
+        "chatml",
+        "completion",
+        "marked",
+        "strict",
+        "ended",
+        "thinking",
+        "opened",
+        "alike",
+        "returning",
+        "moving",
+        "moving",
+    ],
 )
-def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml, template, expected):
-    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
-    chatml.chat_template = template
-    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    assert learned_runs(chatml, ids, mask) == expected
+def test_answers_are_found_in_what_a_template_writes(learns, template, loss_on, unlike, expected):
+    """`unlike`: how many do not follow what the generation prompt would be."""
+    assert [run.strip() for run in learns(TURNS, template, loss_on)] == expected
+    assert len(learns.noted("unlike")) == unlike
+    written = learns.tokenizer.apply_chat_template(TURNS, tokenize=False)
+    assert written.startswith(learns.text) and written[len(learns.text) :].strip() == ""
 
 
-@pytest.mark.parametrize(("loss_on", "learned"), [("assistant", ["says what<|im_end|>"]), ("completion", [])])
-def test_a_template_that_writes_what_was_before_differently_is_read_around_a_turn(chatml, loss_on, learned):
-    """One that moves the system's words before the last question."""
-    chatml.chat_template = (
-        "{% for m in messages[1:] %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if (loop.last and m['role'] == 'user') or (loop.revindex == 2 and m['role'] == 'user') %}"
-        "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
-    assert learned_runs(chatml, ids, mask) == [*learned, "since it saw many<|im_end|>"]
+def test_turns_that_cannot_be_found_are_refused(learns):
+    counted = "(m['content'] if loop.last or m['role'] != 'assistant' else m['content'] | length | string)"
+    some = CHATML.replace("m['content']", counted)
+    assert learns(TURNS, some, "completion") == LEARNED[1:]
+    none = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string + m['content'][:1]")
+    assert learns(TURNS, none, "all")[0].startswith("<|im_start|>system")
+    assert learns(TURNS[:3], loss_on="completion") == LEARNED[:1]
+    for template, turns in ((some, TURNS), (none, TURNS), (STRICT, [{**TURNS[2], "weight": 0}, *TURNS[3:]])):
+        with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found.*--loss_on completion"):
+            learns(turns, template)
+    with pytest.raises(ConfigError, match=r"^here: the chat template refuses this conversation \(too short\)"):
+        learns([TURNS[1], {"role": "assistant", "content": "no"}], STRICT)
+    learns(TURNS, OPENED, "all")
+    assert learns.noted("unlike") == []
 
 
-def test_the_last_answer_suffices_where_only_it_is_learned(chatml):
-    said = "(m['content'] if loop.last or m['role'] != 'assistant' else m['content'] | length | string)"
-    chatml.chat_template = CHATML.replace("m['content']", said)
-    ids, mask = Encoder(chatml, "completion")(Example(TURNS), "here")
-    assert learned_runs(chatml, ids, mask) == ["since it saw many<|im_end|>"]
-    with pytest.raises(ConfigError, match="--loss_on completion"):
-        Encoder(chatml, "assistant")(Example(TURNS), "here")
-
-
-def test_turns_that_cannot_be_found_are_refused(chatml):
-    said = "m['content'] | length | string + loop.revindex | string + m['content'][:1]"
-    chatml.chat_template = CHATML.replace("m['content']", said)
-    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
-        Encoder(chatml, "assistant")(Example(TURNS), "here")
-    ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
-    assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
+def test_a_turn_of_weight_0_is_shown_and_not_learned(learns):
+    for template in (CHATML, MARKED):
+        for unlearned, expected in ((2, LEARNED[1:]), (4, LEARNED[:1])):
+            turns = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
+            assert learns(turns, template) == expected
+            assert learns.text.strip() == learns.tokenizer.apply_chat_template(TURNS, tokenize=False).strip()
+        assert learns(turns, template, "completion") == []
 
 
 @pytest.mark.parametrize(
@@ -216,30 +173,18 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
         ("{{ strftime_now('%A %e %b %y %H:%M, %j') }}", "Friday 26 Jul 24 00:00, 208"),
     ],
 )
-def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatml, head, written):
-    chatml.chat_template = head + CHATML
-    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    assert chatml.decode(ids).startswith(written + "<|im_start|>")
-    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(learns, head, written):
+    assert learns(TURNS, head + CHATML) == LEARNED
+    assert learns.text.startswith(written + "<|im_start|>")
 
 
-def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
-    for content in (None, ""):
-        with pytest.raises(ConfigError, match=r"^here: the chat template writes nothing of what the assistant says"):
-            Encoder(tokenizer, "assistant")(Example([TURNS[1], call | {"content": content}]), "here")
-
-
-def test_tools_are_shown_to_the_model_or_refused(chatml):
+def test_tools_are_shown_to_the_model_or_refused(learns):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
+    showing = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
     for tools in (record["tools"], json.dumps(record["tools"])):
-        example = read_example(record | {"tools": tools}, "chat messages", "here")
         with pytest.raises(ConfigError, match=r"^here: has tools, but the chat template does not write them"):
-            Encoder(chatml, "assistant")(example, "here")
-    chatml.chat_template = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
-    ids, mask = Encoder(chatml, "assistant")(example, "here")
-    assert chatml.decode(ids).startswith("look_up")
-    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+            learns(record | {"tools": tools})
+        assert learns(record | {"tools": tools}, showing) == LEARNED and learns.text.startswith("look_up")
     for nothing in (None, [], "[]", "null", ""):
         assert read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
 
@@ -250,7 +195,7 @@ def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_n
         return {"messages": [{"role": "assistant", "tool_calls": calls}], "tools": [{"default": None}]}
 
     written = [calling(city=None), calling(text="a", city="b"), {"messages": TURNS, "tools": None}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
+    write_lines(tmp_path / "a.jsonl", written)
     pq.write_table(pa.Table.from_pylist(written), tmp_path / "a.parquet")
     lines, table = (
         [read_example(record, "chat messages", "here") for _, record in read_records([tmp_path / name])]
@@ -262,131 +207,103 @@ def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_n
     assert [example.messages for example in table] == [record["messages"] for record in nulls]
 
 
-CALLING = (
-    "{{ tools[0]['function']['name'] + '\n' if tools }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}{{ CALL }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CALLING = headed(
+    "{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}{{ CALL }}{% endfor %}{{ '<|im_end|>\n' }}",
+    before="{{ tools[0]['function']['name'] + '\n' if tools }}",
 )
 
 
 @pytest.mark.parametrize(
     ("written", "given"),
     [
-        ("call['function']['arguments'] | tojson", '{"city": "Rome"}'),
-        ("'' + call['function']['arguments']", {"city": "Rome"}),
-        ("call['function']['arguments']", {"city": "Rome"}),
+        ("call['function']['arguments'] | tojson", '{"city": "Köln"}'),
+        ("'' + call['function']['arguments']", {"city": "Köln"}),
+        ("call['function']['arguments']", {"city": "Köln"}),
     ],
     ids=["for objects", "refuses objects", "for strings"],
 )
-def test_arguments_of_calls_are_written_once(chatml, written, given):
-    chatml.chat_template = CALLING.replace("CALL", written)
+def test_arguments_of_calls_are_written_once(learns, written, given):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": given}}]}
     record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
-    example = read_example(record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here")
-    ids, mask = Encoder(chatml, "assistant")(example, "here")
-    assert learned_runs(chatml, ids, mask) == ['{"city": "Rome"}<|im_end|>', "since it saw many<|im_end|>"]
+    record["tools"] = [{"function": {"name": "weather"}}]
+    assert learns(record, CALLING.replace("CALL", written)) == ['{"city": "Köln"}<|im_end|>', LEARNED[1]]
 
 
-def test_a_conversation_that_the_assistant_begins(chatml):
-    refusing = "{{ raise_exception('empty') if not messages }}" + CHATML
-    for template in (CHATML, refusing):
-        chatml.chat_template = template
-        ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
-        assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+def test_a_conversation_that_the_assistant_begins(learns):
+    for template in (CHATML, "{{ raise_exception('empty') if not messages }}" + CHATML):
+        assert learns(TURNS[2:], template) == LEARNED
 
 
-MANY = [
-    *TURNS[:1],
-    *(
-        {"role": role, "content": f"{said} {number}"} | ({"weight": 0} if number == 7 and role == "assistant" else {})
-        for number in range(60)
-        for role, said in (("user", "a line"), ("assistant", "says what"))
-    ),
-]
-CALLS = [
-    *({"role": role, "content": f"a line {role}"} for role in ("system", "user")),
-    *(
-        message
-        for number in range(60)
-        for message in (
-            {"role": "assistant", "content": f"says {number}", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-            {"role": "tool", "content": f"many {number} "},
-        )
-    ),
-    TURNS[-1],
-]
+MANY, CALLS = TURNS[:1], [{"role": role, "content": f"a line {role}"} for role in ("system", "user")]
+for number in range(60):
+    MANY += [{"role": "user", "content": f"a line {number}"}, {"role": "assistant", "content": f"says what {number}"}]
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    CALLS += [{"role": "assistant", "content": f"says {number}", "tool_calls": calls}]
+    CALLS += [{"role": "tool", "content": f"many {number} "}]
+MANY[16]["weight"] = 0
 
 
-@pytest.mark.parametrize("messages", [MANY, CALLS], ids=["questions", "tools"])
+@pytest.mark.parametrize("messages", [MANY, [*CALLS, TURNS[-1]]], ids=["questions", "tools"])
 @pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, MARKED])
-def test_many_turns_are_found_in_a_few_renderings(chatml, template, messages, monkeypatch):
-    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
-    chatml.chat_template = template
-    encoder, render, rendered = Encoder(chatml, "assistant"), Encoder._render, []
+def test_many_turns_are_found_in_a_few_renderings(learns, template, messages, monkeypatch):
+    render, rendered = Encoder._render, []
     monkeypatch.setattr(Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t)
-    ids, learned = encoder(read_example({"messages": messages}, "chat messages", "here"), "here")
     said = [turn["content"] for turn in messages if turn["role"] == "assistant" and turn.get("weight", 1)]
-    for run, text in zip(learned_runs(chatml, ids, learned), said, strict=True):
+    for run, text in zip(learns(messages, template), said, strict=True):
         head, text, end = run.partition(text)
         assert text and head in ("", "<think>\n\n</think>\n\n") and re.fullmatch(r"(\s*<\|(im_end|return)\|>)+", end)
-    assert sum(map(len, rendered)) < 7 * len(chatml.decode(ids))
+    assert sum(map(len, rendered)) < 7 * len(learns.text)
 
 
 PARTS = CHATML.replace("m['content'] + ", "m['content'][0]['text'] + ")
-SWITCHED = (  # thoughts are written in the last answer alone; without them the generation prompt closes them at once
-    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+SWITCHED = ASKED + headed(  # thoughts are written in the last answer alone; without them the prompt closes them at once
     "{% if m['role'] == 'assistant' and loop.index0 > ns.asked %}"
-    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+).replace(
+    "assistant\n' }}{% endif %}",
+    "assistant\n<think>\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}",
 )
 
 
-@pytest.mark.parametrize("template", [PARTS, SWITCHED, CHATML], ids=["parts", "thinking", "chatml"])
-@pytest.mark.parametrize("thinks", [None, False, True])
-def test_an_answer_follows_the_generation_prompt_token_by_token(chatml, template, thinks):
-    chatml.chat_template = template
+@pytest.mark.parametrize(
+    ("template", "thinks"), [(PARTS, False), (CHATML, True), (SWITCHED, None), (SWITCHED, False), (SWITCHED, True)]
+)
+def test_an_answer_follows_the_generation_prompt_token_by_token(learns, template, thinks):
     turns = [*TURNS[:4], TURNS[4] | ({"reasoning_content": "it saw more"} if thinks else {})]
-    given = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
-    encoder = Encoder(chatml, "assistant")
-    example = read_example({"messages": turns} | given, "chat messages", "here")
-    ids, learned = encoder(example, "here", notes := Notes())
+    given = {} if thinks is None else {"enable_thinking": thinks}
+    answers = learns({"messages": turns, "chat_template_kwargs": given}, template)
 
     def render(count, **options):
-        told = [
-            {**t, "content": [{"type": "text", "text": t["content"]}]} if template == PARTS else t for t in turns[:count]
-        ]
-        text = chatml.apply_chat_template(told, tokenize=False, **options, **given.get("chat_template_kwargs", {}))
-        return chatml(text, add_special_tokens=False)["input_ids"]
+        parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+        told = (parts if template == PARTS else turns)[:count]
+        text = learns.tokenizer.apply_chat_template(told, tokenize=False, **options, **given)
+        return learns.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    whole = render(5)
-    assert ids == whole[: len(ids)] and chatml.decode(whole[len(ids) :]).strip() == ""
-    answers = [run for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1) if learned[run[0]]]
+    ids, whole = learns.ids, render(5)
+    assert ids == whole[: len(ids)] and learns.tokenizer.decode(whole[len(ids) :]).strip() == ""
     unlike = []
-    for count, run in zip((2, 4), answers, strict=True):
+    for count, (first, _) in zip((2, 4), learns.runs, strict=True):
         prompt = render(count, add_generation_prompt=True)
-        if ids[: run[0]] != prompt:
+        asked = Example(turns[:count], template_options=given)
+        assert Encoder(learns.tokenizer, "assistant").prompt(asked, "here", Notes()) == prompt
+        if ids[:first] != prompt:
             unlike.append(f"here, message {count + 1}")
-    assert sorted(place for what, place in notes.seen if what == "unlike") == unlike
-    assert unlike == ([] if template != SWITCHED else ["here, message 3"] if thinks is not None else unlike)
-    if template == SWITCHED and thinks is None:  # "\n\n" is one token here or not, as the tokenizer has it
-        assert "here, message 3" in unlike
+    assert len(answers) == 2 and learns.noted("unlike") == unlike
+    # without a switch, "\n\n" is one token here or not, as the tokenizer has it
+    assert ("here, message 3" in unlike) == (template == SWITCHED) and (thinks is None or len(unlike) < 2)
 
 
 def test_answers_that_do_not_follow_the_generation_prompt_are_counted(chatml, tmp_path, monkeypatch, capsys):
     closed = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' }}"
     chatml.chat_template = CHATML.replace("m['content']", "'<think></think>' * (m['role'] == 'assistant') + m['content']")
     chatml.chat_template = chatml.chat_template.replace("assistant\n' }}", "assistant\n' }}" + closed)
-    path = tmp_path / "data.jsonl"
-    path.write_text((json.dumps({"messages": TURNS[1:3]}) + "\n") * 30)
+    path = write_lines(tmp_path / "data.jsonl", [{"messages": TURNS[1:3]}] * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     said = " ".join(capsys.readouterr().err.split())
-    assert (
-        "warning: 30 answers are learned after other tokens than the template's generation prompt gives at inference" in said
-    )
+    assert "warning: 30 answers are learned after other tokens than the template's generation prompt gives" in said
     assert '"enable_thinking": false' in said and said.partition("the first is ")[2].startswith(f"{path}:1, message 2")
-    path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
+    write_lines(path, [{"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}] * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     kept, line = capsys.readouterr().err.splitlines()  # the records are alike
     assert kept == "the chat template in final/ has the default of all records: enable_thinking = False"
@@ -395,27 +312,25 @@ def test_answers_that_do_not_follow_the_generation_prompt_are_counted(chatml, tm
 
 def test_what_all_records_give_the_chat_template_is_its_default_after_training(chatml, tmp_path, monkeypatch):
     given = chatml.chat_template = "{{ thinks }} {{ level }} {{ other }}" + chatml.chat_template
-    path = tmp_path / "data.jsonl"
     options = [{"thinks": False, "level": "high", "other": "a"}, {"level": "high", "thinks": False, "other": "b"}]
     rows = [{"messages": TURNS[1:3], "chat_template_kwargs": options[n % 2]} for n in range(30)]
 
     def asked(**values):
         return chatml.apply_chat_template(TURNS[1:2], tokenize=False, **values).split("<")[0]
 
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "data.jsonl", rows)
     prepared(chatml, path, tmp_path, monkeypatch)
     assert asked() == "False high " and asked(thinks=True, level="low", other="c") == "True low c"
     kept = chatml.chat_template
     prepared(chatml, path, tmp_path, monkeypatch)
     assert chatml.chat_template == kept != given  # once
     chatml.chat_template = given
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": TURNS[1:3]}]))
-    prepared(chatml, path, tmp_path, monkeypatch)
+    prepared(chatml, write_lines(path, [*rows, {"messages": TURNS[1:3]}]), tmp_path, monkeypatch)
     assert chatml.chat_template == given
 
 
 def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3)))
+    write_lines(tmp_path / "a.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(3)])
     talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
     for name in ("README.md", "_SUCCESS"):
@@ -434,25 +349,22 @@ def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monk
 def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monkeypatch, capsys):
     alike = [{"instruction": "Why?", "output": "So."}] * 30
     empty = [{"instruction": f"{i}?", "output": " "} for i in range(3)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in alike + empty))
-    prepared(chatml, path, tmp_path, monkeypatch)
+    prepared(chatml, write_lines(tmp_path / "data.jsonl", alike + empty), tmp_path, monkeypatch)
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
     assert "data.jsonl:31" in said
     assert "warning: 2 of the 2 validation texts are in the training data, too, word for word" in said
-
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for turn, is_empty in (
         (call, False),
-        ({"role": "assistant", "content": "", "weight": 0}, False),
         (call | {"tool_calls": []}, True),
+        (call | {"tool_calls": [], "weight": 0}, False),
     ):
-        messages = [TURNS[1], turn, TURNS[2]]
-        assert read_example({"messages": messages}, "chat messages", "here").has_empty_answer is is_empty
+        example = read_example({"messages": [TURNS[1], turn, TURNS[2]]}, "chat messages", "here")
+        assert example.has_empty_answer is is_empty
 
 
-def test_options_of_the_template_that_it_does_not_read_are_named(chatml):
+def test_options_of_the_template_that_it_does_not_read_are_named():
     record = {"messages": TURNS, "chat_template_kwargs": json.dumps({"enable_thinking": False})}
     example = read_example(record, "chat messages", "here")
     assert unused(record, "chat messages", example, CHATML) == ["enable_thinking (of chat_template_kwargs)"]
@@ -461,20 +373,13 @@ def test_options_of_the_template_that_it_does_not_read_are_named(chatml):
         read_example(record | {"chat_template_kwargs": "yes"}, "chat messages", "here")
 
 
-@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json", "chat_template.jinja", None])
-def test_the_template_of_a_processor_is_found(tiny_model, tmp_path, file):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+def test_the_template_of_a_processor_is_found(tokenizer, tmp_path):
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    if file:
-        (tmp_path / file).write_text(PARTS if file.endswith("jinja") else json.dumps({"chat_template": PARTS}))
-    assert load_tokenizer(str(tmp_path)).chat_template == (PARTS if file else None)
-
-
-@pytest.fixture
-def beginning(tokenizer):
-    tokenizer.chat_template = None
-    return put_a_token_before_texts(tokenizer)
+    for name in (None, "chat_template.json", "processor_config.json", "chat_template.jinja"):
+        tokenizer.save_pretrained(folder := tmp_path / str(name))
+        if name:
+            (folder / name).write_text(PARTS if name.endswith("jinja") else json.dumps({"chat_template": PARTS}))
+        assert load_tokenizer(str(folder)).chat_template == (PARTS if name else None)
 
 
 @pytest.mark.parametrize(
@@ -482,33 +387,15 @@ def beginning(tokenizer):
     [Example(TURNS[1:3]), Example(prompt="a line ", completion="says what"), Example(completion="<s>says what")],
     ids=["messages", "completion", "rendered before"],
 )
-def test_what_begins_a_text_is_there_once(beginning, example):
-    encoder = Encoder(beginning, "assistant")
+def test_what_begins_a_text_is_there_once(tokenizer, example):
+    tokenizer.chat_template = None
+    encoder = Encoder(put_a_token_before_texts(tokenizer), "assistant")
     ids, mask = encoder(example, "here")
-    assert ids.count(beginning.bos_token_id) == 1 and ids[0] == beginning.bos_token_id
-    assert not encoder.has_own_template and "says what<|endoftext|>" in learned_runs(beginning, ids, mask)[-1]
-
-
-def test_a_template_that_marks_turns_gives_the_same(chatml):
-    by_prefix = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    chatml.chat_template = MARKED
-    by_marks = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    assert by_marks[0] == by_prefix[0] and (by_marks[1] == by_prefix[1]).all()
-
-
-def test_an_end_of_turn_with_a_line_end_after_it_gets_no_other(chatml):
-    chatml.chat_template = MARKED.replace("'<|im_end|>'", "'<|im_end|>\n'").replace("{{ '\n' }}{% endfor", "{% endfor")
-    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
-
-
-def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    ids, mask = Encoder(tokenizer, "assistant")(Example(TURNS[:3]), "here")
-    assert learned_runs(tokenizer, ids, mask) == ["says what<|endoftext|>"]
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    prompt = encoder.prompt(Example(prompt="a line"), "here", Notes())
+    assert prompt == [tokenizer.bos_token_id, *tokenizer("a line", add_special_tokens=False)["input_ids"]]
+    assert encoder(Example(completion="a line<s>"), "here")[0][-1] == tokenizer.eos_token_id  # which ends no text
+    assert not encoder.has_own_template and tokenizer.decode(np.array(ids)[mask]).endswith("says what<|endoftext|>")
 
 
 def calling(arguments):
@@ -537,7 +424,7 @@ def test_what_is_wrong_is_said_with_its_place(record, message):
 
 def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    config = ChatConfig(train_file=(str(path),), **{"seq_length": 96} | options)
+    config = ChatConfig(train_file=(str(path),), **{"seq_length": 96, "preprocessing_num_workers": 1} | options)
     return *chat.open_samples(config, tokenizer), config
 
 
@@ -556,9 +443,8 @@ def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, 
 
 def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "BATCH", 1000)
-    tokenizer = chatml
-    alone = prepared(tokenizer, chat_file, tmp_path / "alone", monkeypatch)[:2]
-    together = prepared(tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
+    alone = prepared(chatml, chat_file, tmp_path / "alone", monkeypatch)[:2]
+    together = prepared(chatml, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
     for one, other in zip(alone, together, strict=True):
         assert one.fingerprint == other.fingerprint and chatml.convert_ids_to_tokens(one.end) == "<|im_end|>"
         assert one.stores[0].notes == other.stores[0].notes
@@ -568,8 +454,8 @@ def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatc
 
 def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch):
     """What is compared then stays what it was, whatever writes it."""
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"line {n}\n", "completion": f"it is {n * n}"}) + "\n" for n in range(30)))
+    rows = [{"prompt": f"line {n}\n", "completion": f"it is {n * n}"} for n in range(30)]
+    file = write_lines(tmp_path / "data.jsonl", rows)
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
     assert (len(train), len(validation)) == (28, 2)
@@ -585,9 +471,8 @@ def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file
 
 
 def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "data.jsonl"
     rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "data.jsonl", rows)
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch)
     counts = train.stores[0].notes.counts
     assert (counts["read"], counts["dropped"], counts["cut"]) == (4, 1, 1)
@@ -601,8 +486,7 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path,
 
 def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(tokenizer, tmp_path, monkeypatch):
     texts = [f"text {number}: " + "the model reads a line " * (number * 20) for number in range(12)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = write_lines(tmp_path / "data.jsonl", [{"text": text} for text in texts])
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch, validation_split_percentage=25)
     found = []
     for split in (train, validation):
@@ -743,6 +627,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels", "filled"}
     packed = Packed(talks, 16)
     assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
+    assert packed.lengths.tolist() == [16, 15.5, 16.5]
     for rows in (1, 3):
         batch = longest(packed, collate_packed, rows)
         assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
@@ -760,7 +645,11 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
 
 def test_grouped_batches_pad_less_and_come_in_an_order_that_changes():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
-    order = GroupedOrder(1000, 8, 0, lengths=lengths)
+    order = grouped_order(OfLengths(*lengths), 8, 0)
+    stretch = permuted(1000, (0, 0), 256, 512)  # the second of 32 batches
+    longest_first = stretch[np.argsort(-lengths[stretch], kind="stable")].reshape(32, 8)
+    expected = longest_first[permuted(32, (0, 0, 1), 0, 32)]
+    assert [order.indices(step).tolist() for step in range(32, 64)] == expected.tolist()
 
     def padding(order):
         batches = [lengths[order.indices(step)] for step in range(order.steps_per_epoch)]
@@ -784,23 +673,3 @@ def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     found.append(fingerprint())
     assert len(set(found)) == 6 and fingerprint() == found[-1]
-
-
-def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
-    packed = Packed(train, 96)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").eval()
-    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bin(index)))[:2]
-    assert len(packed.bin(second)) > 1
-    batch = collate_packed([packed[first], packed[second]])
-    with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for row, bin_ in enumerate([packed.bin(first), packed.bin(second)]):
-            start = 0
-            for index in bin_:
-                ids = torch.from_numpy(train[index]["input_ids"])[None]
-                alone = model(input_ids=ids, use_cache=False).logits[0]
-                torch.testing.assert_close(together[row, start : start + len(alone)], alone, atol=1e-5, rtol=1e-5)
-                start += len(alone)

@@ -22,7 +22,7 @@ from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import put_a_token_before_texts, sentence
+from tests.conftest import put_a_token_before_texts, sentence, write_lines
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def documents(text_file):
 
 def prepared(text_file, tokenizer, folder, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(folder))
-    config = CorpusConfig(train_file=(str(text_file),), **options)
+    config = CorpusConfig(train_file=(str(text_file),), **{"preprocessing_num_workers": 1} | options)
     train, given = prepare_sources(config, corpus.EncodeDocuments(tokenizer, config.text_column))
     return train[""], given.get("")
 
@@ -81,8 +81,7 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
         assert len(windows) == (len(tokens) - 1) // 16
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("plain", "begun"), [(True, True), (False, False)])
 def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
@@ -126,8 +125,7 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     """A hash of their numbers would hold out the 13th of these, nine tenths of all tokens."""
     assert is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
     texts = [f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)]
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     train, validation, stated = corpus.open_splits(*folder, 16, 5)
     whole, ends, num_bytes = stored(folder)
@@ -138,17 +136,20 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
 
 
-def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
+def test_one_document_is_split_by_its_tail_whose_bytes_are_its_own(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 300 + "モデルが文を読む" * 20)
-    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    _, validation, _ = corpus.open_splits(*folder, 16, 5)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=5)
+    train, validation, stated = corpus.open_splits(*folder, 16, 5)
     whole, _, num_bytes = stored(folder)
-    text = tokenizer.decode(whole[-validation.num_tokens :], skip_special_tokens=True)
-    assert "モデル" in text and validation.bytes_per_token(tokenizer) == pytest.approx(
-        len(text.encode()) / validation.num_tokens
-    )
-    assert abs(validation.bytes_per_token(tokenizer) / (num_bytes / len(whole)) - 1) > 0.2
+    assert train.num_tokens + validation.num_tokens == len(whole) and "the last 5 % of the text" in stated
+    assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1)
+    tail = whole[train.num_tokens :]
+    assert validation[0]["input_ids"].tolist() == tail[:16].tolist()
+    text = tokenizer.decode(tail, skip_special_tokens=True)
+    rate = validation.bytes_per_token(tokenizer)
+    assert "モデル" in text and rate == pytest.approx(len(text.encode()) / validation.num_tokens)
+    assert abs(rate / (num_bytes / len(whole)) - 1) > 0.2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -159,24 +160,12 @@ def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, su
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist([{"source": None, **row} for row in rows]), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, rows)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert corpus.open_splits(*folder, 16, 5)[2].endswith(" documents; not used: label, source")
     streamed = make_stream(path, tokenizer, 0, 1)
     streamed.held_out(1)
     assert records.not_used(streamed.notes.named("unused ")) == "; not used: label, source"
-
-
-def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
-    path = tmp_path / "book.txt"
-    path.write_text("the model reads a line of text " * 200)
-    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10)
-    train, validation, stated = corpus.open_splits(*folder, 16, 10)
-    whole, *_ = stored(folder)
-    assert train.num_tokens + validation.num_tokens == len(whole)
-    assert validation.num_tokens == pytest.approx(0.1 * len(whole), abs=1)
-    assert validation[0]["input_ids"].tolist() == whole[train.num_tokens :][:16].tolist()
-    assert "the last 10 % of the text" in stated
 
 
 def test_too_short_a_validation_file_is_no_reason_to_validate_on_training_text(text_file, tokenizer, tmp_path, monkeypatch):
@@ -199,19 +188,22 @@ def test_a_slow_tokenizer_is_refused(text_file, tmp_path, monkeypatch):
         make_stream(text_file, ByT5Tokenizer(), 0, 1).held_out(1)
 
 
-def test_prepared_again_only_when_something_changed(text_file, tokenizer, tmp_path, monkeypatch):
+def test_prepared_again_only_when_something_changed(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
-    path.write_text(text_file.read_text())
+    path.write_text('{"text": "the model reads", "body": "a line of text"}\n' * 9)
 
     def folder(**options):
         return prepared(path, tokenizer, tmp_path / "cache", monkeypatch, **options)[0].folder
 
     first = folder()
     assert folder() == folder(validation_split_percentage=9) == first
+    others = [folder(text_column="body")]
+    tokenizer.add_tokens(["reads"])
+    others.append(folder())
     with path.open("a") as file:
         file.write('{"text": "one more"}\n')
-    assert folder() != first
-    assert not list((tmp_path / "cache/corpus").glob(".*"))
+    others.append(folder())
+    assert len({first, *others}) == 4 and not list((tmp_path / "cache/corpus").glob(".*"))
 
 
 def test_a_trained_tokenizer_has_an_end_and_a_padding_of_its_own(documents):
@@ -229,19 +221,6 @@ def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(do
     assert corpus.train_tokenizer([text], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
     at = text.index(" ", 3000)
     assert corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
-
-
-def test_another_column_or_tokenizer_is_prepared_anew(tokenizer, tmp_path, monkeypatch):
-    path = tmp_path / "text.jsonl"
-    path.write_text('{"text": "the model reads", "body": "a line of text"}\n' * 3)
-
-    def folder(**options):
-        return prepared(path, tokenizer, tmp_path / "cache", monkeypatch, **options)[0].folder
-
-    first = folder()
-    assert folder() == first and folder(text_column="body") != first
-    tokenizer.add_tokens(["reads"])
-    assert folder() != first
 
 
 def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monkeypatch):
@@ -325,20 +304,19 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
 
 
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": f"the model reads line {number} "}) + "\n" for number in range(20_000)))
+    path = write_lines(tmp_path / "text.jsonl", ({"text": f"the model reads line {n} "} for n in range(10_000)))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     total = len(stored(folder)[0])
-    sizes = {rows: corpus.open_splits(*folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 128, 1)}
+    sizes = {rows: corpus.open_splits(*folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 64, 1)}
     assert sizes[10_000] == sizes[None] == pytest.approx(0.05 * total, rel=0.1)
-    assert sizes[128] == pytest.approx(2 * 128 * 17, rel=0.3) and sizes[1] == pytest.approx(100 * total / 20_000, rel=0.3)
-    fewer, most = (corpus.open_splits(*folder, 16, 5, rows)[0] for rows in (None, 128))
-    assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
-    some, every = ({*map(tuple, corpus._hold_out(folder[0], 16, 5, rows)[0])} for rows in (128, None))
+    assert sizes[64] == pytest.approx(2 * 64 * 17, rel=0.3) and sizes[1] == pytest.approx(100 * total / 10_000, rel=0.3)
+    fewer, most = (corpus.open_splits(*folder, 16, 5, rows)[0] for rows in (None, 64))
+    assert most.num_tokens + sizes[64] == total and most.fingerprint != fewer.fingerprint
+    some, every = ({*map(tuple, corpus._hold_out(folder[0], 16, 5, rows)[0])} for rows in (64, None))
     assert some < every
     stream = make_stream(path, tokenizer, 0, 1)
     first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
-    numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), folder[0]["ends"]
+    numbers, ends = np.flatnonzero(is_validation(np.arange(10_000), 5)), folder[0]["ends"]
     tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
     each = np.split(tokens.astype(np.int64), ends[:-1])
     assert stream.held_out_before == numbers[number] + 1 < 1000
@@ -376,8 +354,11 @@ def plain(windows):
     return [[batch["input_ids"].tolist() for batch in window.micro_batches] for window in windows]
 
 
-@pytest.mark.parametrize("window", [0, 8, 30])
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"])
+FORMS = {"jsonl": (0, 8, 30), "parquet": (0, 8), "jsonl.gz": (30,), "csv": (0,), "json": (8,), "txt": (30,)}
+FORMS |= {"hub parquet": (0, 8), "hub json": (30,)}
+
+
+@pytest.mark.parametrize(("form", "window"), [(form, window) for form, windows in FORMS.items() for window in windows])
 def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
     monkeypatch.setattr(store, "BATCH", 2000)
@@ -391,10 +372,9 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
     whole = list(make().windows(0, 150))
     assert [w.epoch for w in whole][-1] == 1
     read = []
-    monkeypatch.setattr(
-        corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
-    )
-    for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
+    split = records.split_text
+    monkeypatch.setattr(corpus.records, "split_text", lambda blocks: read.append(1) or split(blocks))
+    for step in (1, 7, 50, *range(90, 104), 120, 149):
         stream = make()
         stream.place = json.loads(json.dumps(whole[step - 1].place))
         capsys.readouterr()
@@ -417,12 +397,12 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
 def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path, monkeypatch, form):
     rng = random.Random(0)
     path = tmp_path / f"text.{form}"
-    rows = [{"text": sentence(rng, 60)} for _ in range(8000)]
+    rows = [{"text": sentence(rng, 60)} for _ in range(2000)]
     if form == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=250, use_dictionary=False)
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=60, use_dictionary=False)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(store, "BATCH", 2**14)
+        write_lines(path, rows)
+    monkeypatch.setattr(store, "BATCH", 2**12)
     size, read = len(rows) if form == "parquet" else path.stat().st_size, []
 
     class Counted(io.FileIO):
@@ -439,10 +419,10 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
             yield batch
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    (*_, last) = make_stream(path, tokenizer, 0, 1, length=256).windows(0, 250)
+    (*_, last) = make_stream(path, tokenizer, 0, 1, length=64).windows(0, 250)
     assert sum(read) > size / 2
     read.clear()
-    stream = make_stream(path, tokenizer, 0, 1, length=256)
+    stream = make_stream(path, tokenizer, 0, 1, length=64)
     stream.place = last.place
     jumped = plain(stream.windows(250, 251))
     assert 0 < sum(read) < size / 7

@@ -14,7 +14,7 @@ from shared import demo
 from shared.config import parse as configs
 from shared.models.options import PRESETS
 from tests import vision_models
-from tests.conftest import ROOT, load_template, run, save_classifier, slow
+from tests.conftest import ROOT, Run, load_template, run, run_here, save_classifier, slow
 from tests.model_families import make
 from tools import memory
 from tools.plan import RESERVED, PlanConfig
@@ -51,22 +51,16 @@ def planned(path):
     shape = (AutoConfig.for_model(**facts), rows, length, True, lora, given.get("load_in_4bit", False))
     packed, experts = lora > 0 and template != "grpo", given.get("lora_experts", True)
     job = memory.Job(*shape, packed=packed and "image_max_pixels" not in given, lora_experts=experts)
-    rows = {name: peak for name, _, peak in memory.plan(job, processes)}
-    return rows[config.removeprefix("multi_node_")].total(str(given.get("gradient_checkpointing", "none"))) / 1e9
+    name = config.removeprefix("multi_node_")
+    peak = next(peak for planned, _, peak in memory.plan(job, processes) if planned == name)
+    return peak.total(str(given.get("gradient_checkpointing", "none"))) / 1e9
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """What stands for the user's data while a config is checked."""
-    for name in (
-        "chats.jsonl",
-        "pairs.jsonl",
-        "problems.jsonl",
-        "reviews.csv",
-        "corpus/a.txt",
-        "imagenet/a/1.jpg",
-        "photos/a/1.jpg",
-    ):
+    names = "chats.jsonl pairs.jsonl problems.jsonl reviews.csv corpus/a.txt imagenet/a/1.jpg photos/a/1.jpg"
+    for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     monkeypatch.chdir(tmp_path)
@@ -84,9 +78,8 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     gigabytes = planned(path)
     needs = re.fullmatch(r"(\d) (?:GPUs?|machines with 1 GPU) of (\d+) GB; (.*)", said["needs"])
     assert needs and int(needs[1]) == processes
-    assert needs[3] == (
-        f"{gigabytes:.0f} GB by `plan`" if gigabytes else "not by `plan`, which is for causal language models"
-    )
+    other = "not by `plan`, which is for causal language models"
+    assert needs[3] == (f"{gigabytes:.0f} GB by `plan`" if gigabytes else other)
     assert not gigabytes or gigabytes < (1 - RESERVED) * int(needs[2])
     if gigabytes:  # the command takes the same from the file
         told = configs.parse(PlanConfig, ["--config", str(path)], only_known=True)
@@ -94,9 +87,8 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
         assert told.lora_experts == given.get("lora_experts", True)
         model = told.model_preset or told.config_name or told.model_name_or_path
         assert model in (given.get("model_preset"), given.get("config_name"), given.get("model_name_or_path"))
-        assert (told.lora_r, told.seq_length, told.per_device_train_batch_size) == (
-            *(given.get("lora_r", 0), given["seq_length"], given["per_device_train_batch_size"]),
-        )
+        assert told.lora_r == given.get("lora_r", 0) and told.seq_length == given["seq_length"]
+        assert told.per_device_train_batch_size == rows
     assert "arXiv" in said["source"]
 
 
@@ -126,15 +118,9 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
         turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]
         with (folder / "images.jsonl").open("a") as file:
             file.write(json.dumps({"messages": turns}) + "\n")
-    files = {name: folder / name for name in ("images.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv")} | {
-        "corpus/": text_file.parent
-    }
-    return files | {
-        "chats.jsonl": chat_file,
-        "corpus/": text_file.parent,
-        "imagenet/": image_folder,
-        "photos/": image_folder,
-    }
+    files = {name: folder / name for name in ("images.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv")}
+    files |= {"chats.jsonl": chat_file, "corpus/": text_file.parent}
+    return files | dict.fromkeys(("imagenet/", "photos/"), image_folder)
 
 
 def tiny(name, folder, architectures):
@@ -179,7 +165,10 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
     if "sync_every" in recipe:
         given["sync_every"] = 2
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given))
-    config = {"single_gpu": None}.get(config, config.removeprefix("multi_node_"))
-    ended = run(template, tmp_path / "run", "--config", tmp_path / "recipe.yaml", processes=min(2, processes), config=config)
-    losses = [row["loss"] for row in ended.rows if "loss" in row]
-    assert len(losses) >= 1 and all(math.isfinite(loss) for loss in losses) and (ended.folder / "final").is_dir()
+    if processes > 1:
+        config = config.removeprefix("multi_node_")
+        run(template, tmp_path / "run", "--config", tmp_path / "recipe.yaml", processes=2, config=config)
+    else:
+        run_here(template, "--output_dir", tmp_path / "run", "--config", tmp_path / "recipe.yaml")
+    losses = Run(tmp_path / "run", 0, "").losses.values()
+    assert losses and all(map(math.isfinite, losses)) and (tmp_path / "run/final").is_dir()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image, ImageOps
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoProcessor
 
@@ -89,9 +90,8 @@ def many(tmp_path_factory):
         names = [f"images/{number}-{i}.png" for i in range((1, 0, 2, 0, 0, 1)[number % 6])]
         for name in names:
             noise(folder / name, rng.randint(20, 90), rng.randint(20, 90), number)
-        question = f"{number} " + " ".join(
-            rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9))
-        )
+        words = rng.choices(["what", "is", "red", "green", "small", "large"], k=rng.randint(1, 9))
+        question = " ".join([str(number), *words])
         answer = " ".join(rng.choices(["a", "picture", "of", "noise", "and", "more"], k=rng.randint(1, 12)))
         records.append({"messages": [turn("user", *map(picture, names), question), turn("assistant", answer)]})
     return write(folder / "many.jsonl", records)
@@ -114,12 +114,10 @@ def opened(file, model, **settings):
     tokenizer = load_tokenizer(model)
     vision = {name: settings.pop(name) for name in VisionConfig.__dataclass_fields__ if name in settings}
     kind = partial(ToImageSamples, processor=ImageProcessor(str(model), tokenizer), vision=VisionConfig(**vision))
-    options = ChatConfig(train_file=(str(file),), **{"validation_file": (str(file),), "seq_length": 1024} | settings)
+    # in this process: one that refuses data leaves its workers to the garbage collector, which waits 5 s for each
+    usual = {"validation_file": (str(file),), "seq_length": 1024, "preprocessing_num_workers": 0}
+    options = ChatConfig(train_file=(str(file),), **usual | settings)
     return chat.open_samples(options, tokenizer, kind)[0]
-
-
-def marked(samples, tokenizer, index):
-    return chat.marked(samples, tokenizer, index)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +163,7 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
 
 BASE = ("--max_steps", 6, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
 BASE += ("--eval_samples", 5, "--show_answers", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
+BASE += ("--metric_for_best_model", "none")
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +188,8 @@ def tower_too(base, tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "config", "flags", "strategy"),
     [
-        (4, "fsdp2", EACH_ONE, "FSDP2 x 4"),  # ranks without an image at many steps
+        (2, "fsdp2", EACH_ONE, "FSDP2 x 2"),  # ranks without an image at many steps
         slow(2, "ddp", SEES, "DDP x 2"),
-        slow(2, "ddp", (), "DDP x 2"),
         slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
         slow(2, "deepspeed_zero3", EACH_ONE, "ZeRO-3 x 2"),
         slow(4, "hsdp", EACH_ONE, "HSDP 2 x 2"),
@@ -227,10 +225,8 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
     batch = samples.collate([samples[index] for index in range(3)])
     model_class = class_of(AutoConfig.from_pretrained(folder))
     base = model_class.from_pretrained(folder, dtype=torch.float32)
-    for model in (
-        PeftModel.from_pretrained(base, tmp_path / "run" / "final"),
-        model_class.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32),
-    ):
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "final")
+    for model in (adapted, model_class.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32)):
         with torch.no_grad():
             loss = causal_lm_loss(model.eval(), batch).item() / len(batch["targets"])
         assert loss == pytest.approx(wanted[-1], rel=1e-4)
@@ -238,8 +234,6 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
 
 @pytest.mark.slow
 def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
-    from safetensors.torch import load_file
-
     before = load_file(models("qwen2_5_vl") / "model.safetensors")
     for result, moves in ((one_process, False), (tower_too, True)):
         tower = {name for name in before if ".visual." in f".{name}" or name.startswith("visual.")}
@@ -253,7 +247,6 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
     flags = (*BASE, "--train_file", many, "--validation_file", many, "--model_name_or_path", base)
     flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3)
     result = run("lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2")
-    print(result.output)
     rows = [json.loads(line) for line in (result.folder / "answers.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] == 2]
     assert len(rows) == 5 and (result.folder / "answers.png").stat().st_size > 10_000
@@ -267,13 +260,9 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
         (messages,) = [m for m in records if m[0]["content"][-1]["text"] == question]
         parts = [p if p["type"] == "text" else {"type": "image", "image": Image.open(many.parent / p["path"])}
                  for p in messages[0]["content"]]  # fmt: skip
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": parts}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        asked = [{"role": "user", "content": parts}]
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = processor.apply_chat_template(asked, **options)
         end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
         found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=[0, end], pad_token_id=0)
         text = processor.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -331,10 +320,8 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
             write(file, [record])
         assert see_images(ChatConfig(train_file=(str(file),))), name
         samples = opened(file, folder)
-        found = (
-            [values.tolist() for values in samples.tokens(0)],
-            np.asarray(samples.images(samples.pictures(0))[0]).tolist(),
-        )
+        pixels = np.asarray(samples.images(samples.pictures(0))[0]).tolist()
+        found = [values.tolist() for values in samples.tokens(0)], pixels
         wanted = wanted or found
         assert found == wanted, name
     assert not see_images(ChatConfig(train_file=(str(file),), allow_unused_columns=("images",)))
@@ -398,8 +385,6 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
 
 def test_adapters_stand_on_the_tower_if_named(base, tmp_path):
     """By names that the language model does not have; they are trained, and saved."""
-    from safetensors.torch import load_file
-
     flags = ("--lora_target_modules", "q_proj", "visual.blocks.0.attn.qkv", "--max_steps", 2)
     run_here("lora_finetune", *base, *flags, "--output_dir", tmp_path / "run")
     weights = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
@@ -476,12 +461,11 @@ def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, mode
         opened(three, models("paligemma"))
 
 
-def test_killed_and_resumed_bit_for_bit(base, one_process, tmp_path):
-    """Between two checkpoints, with worker processes; what was read before is not read again."""
-    killed = run("full_finetune", tmp_path / "run", *base, check=False, env={"TEMPLATES_FAULT": "update:kill@4"})
-    assert killed.returncode != 0
-    again = run("full_finetune", tmp_path / "run", *base)
-    assert "resumed" in again.output.lower() or "continues" in again.output.lower(), again.output
+def test_a_resumed_run_repeats_the_rest_bit_for_bit(base, one_process, tmp_path):
+    """With worker processes."""
+    start = one_process.folder / "checkpoint-000003"
+    again = run("full_finetune", tmp_path / "run", *base, "--resume_from_checkpoint", start)
+    assert again.losses == {step: loss for step, loss in one_process.losses.items() if step > 3}
     for name, weight in one_process.weights().items():
         assert torch.equal(weight, again.weights()[name]), name
 

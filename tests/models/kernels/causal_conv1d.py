@@ -5,15 +5,9 @@ from torch.nn import functional as F
 
 
 def causal_conv1d_fn(
-    x,
-    weight,
-    bias=None,
-    seq_idx=None,
-    initial_states=None,
-    return_final_states=False,
-    final_states_out=None,
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
     activation=None,
-):
+):  # fmt: skip
     """x: [batch, dim, seq]; seq_idx: [batch, seq] int32, the number of each position's document, in channels-last order."""
     assert initial_states is None and not return_final_states and final_states_out is None
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == (len(x), x.shape[2]) and x.stride(1) == 1)

@@ -5,17 +5,9 @@ from torch.nn import functional as F
 
 
 def chunk_gated_delta_rule(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
-):
+):  # fmt: skip
     """Token after token. q, k: [batch, seq, heads, size]; v: [batch, seq, more heads, size]; beta: [batch, seq, heads of v];
     g: the same, or [..., size] too; cu_seqlens: documents' bounds in a batch of one row."""
     assert scale is None and initial_state is None and not output_final_state

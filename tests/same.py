@@ -1,0 +1,38 @@
+"""What two runs have in common."""
+
+import pytest
+import torch
+
+from shared.commands.verify_resume import compare
+from tests.conftest import Run
+
+
+def assert_same_learning(
+    one: Run, other: Run, rel: float = 1e-5, atol: float | None = 5e-5, keys: tuple = (), but: str = "-"
+) -> None:
+    """Losses, evaluations (and `keys`) and weights agree up to rounding: each number, or without `atol` a tensor as a whole.
+
+    AdamW divides by the root of tiny second moments, which turns the rounding of a sum's order into an update of its own
+    size where a gradient is almost zero. Weights with `but` in their names have no other gradient, and are not compared.
+    """
+    assert other.losses == pytest.approx(one.losses, rel=rel)
+    for key in ("eval_loss", *keys):
+        assert one.each(key) and other.each(key) == pytest.approx(one.each(key), rel=rel), key
+    ours, theirs = other.weights(), one.weights()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if but in name:
+            continue
+        if atol is not None:
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=atol, msg=name)
+        else:
+            apart, size = ((t.double().square().mean() ** 0.5).item() for t in (ours[name] - value, value))
+            assert apart <= 1e-4 + 1e-3 * size, name
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    """All that a run logs and saves is the same."""
+    differences = compare(one.folder, other.folder)
+    assert differences and not any(differences.values()), differences
+    ours, theirs = other.weights(), one.weights()
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
