@@ -6,10 +6,9 @@ import gzip
 import hashlib
 import json
 import logging
+import multiprocessing
 import random
 import resource
-import subprocess
-import sys
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,9 +31,10 @@ from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import ROOT, run, slow
+from tests.conftest import run, slow
 from tests.security.test_secrets import canary, files_with
 
+FORK = multiprocessing.get_context("fork")
 ROWS = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
 
 
@@ -58,6 +58,11 @@ class Server(ThreadingHTTPServer):
         self.logins: list[str | None] = []
         self.sent = 0
         self.root = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, *_) -> None:
         """A client that closed its connection."""
@@ -125,13 +130,11 @@ def server(tmp_path, monkeypatch):
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.root)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield server
-        server.shutdown()
 
 
 def source(*urls, streaming=False):
@@ -147,9 +150,13 @@ def parquet(path, rows=3000):
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("scheme", ["http", "s3"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv.bz2", "a.txt"])
+@pytest.mark.parametrize(
+    ("name", "scheme", "streaming"),
+    [
+        *(("a.jsonl", "http", False), ("a.jsonl.gz", "s3", True), ("a.jsonl.zst", "http", True)),
+        *(("a.parquet", "s3", False), ("a.csv.bz2", "s3", True), ("a.txt", "http", False), ("a.parquet", "http", True)),
+    ],
+)
 def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, name, scheme, streaming):
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda c: pa.compress(c, codec="zstd", asbytes=True)}
     plain = b"text,n\na,1\n" + b"b,2\n" * 5000 if "csv" in name else ROWS
@@ -169,8 +176,7 @@ def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, name
 def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_path, scheme):
     url = {"http": f"{server.root}/b/a.jsonl", "s3": "s3://b/a.jsonl"}[scheme]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    server.files["/b/a.jsonl"] = ROWS
-
+    content = server.files["/b/a.jsonl"] = b'{"text": "line 7"}\n' * 20
     encode = corpus.EncodeDocuments(tokenizer, "text")
 
     def prepare(url):
@@ -179,11 +185,11 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
         return prepare_sources(config, encode)[0][""]
 
     first = prepare(url)
-    assert server.sent == len(ROWS)
+    assert server.sent == len(content)
     assert prepare(url).folder == first.folder and server.sent == 0
-    server.files["/b/a.jsonl"] = ROWS.replace(b"line 7", b"line 8")  # as long
+    server.files["/b/a.jsonl"] = content.replace(b"line 7", b"line 8", 1)  # as long
     changed = prepare(url)
-    assert changed.folder != first.folder and server.sent == len(ROWS)
+    assert changed.folder != first.folder and server.sent == len(content)
     assert changed.source == url and changed.identity != first.identity
     local = tmp_path / "a.jsonl"
     local.write_bytes(server.files["/b/a.jsonl"])
@@ -311,13 +317,11 @@ def test_a_redirect_leads_to_http_only(server, target):
 
 def test_a_login_does_not_follow_a_redirect_to_another_host(server):
     with Server() as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
         other.files["/a.jsonl"] = ROWS
         server.redirects["/a.jsonl"] = f"{other.root}/a.jsonl"
         assert len(read(f"http://me:pass@127.0.0.1:{server.server_port}/a.jsonl")) == 20_000
         assert set(server.logins) == {"Basic " + base64.b64encode(b"me:pass").decode()}
         assert set(other.logins) == {None}
-        other.shutdown()
 
 
 def test_what_is_said_of_a_copy_has_the_file_s_name(server, capsys):
@@ -351,20 +355,22 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
     server.files["/a.jsonl"] = ROWS
-    code = "import sys; from shared.data.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
-    command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
-    goes_on = threading.Event()
-    reached = threading.Event()
+    first, *runs = (FORK.Process(target=remote.fetched, args=(f"{server.root}/a.jsonl",)) for _ in range(3))
+    goes_on, reached = threading.Event(), threading.Event()
     server.drops, server.before_body = [100_000], lambda: (reached.set(), goes_on.wait(60))
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    first.start()
     assert reached.wait(60)
     assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
     first.kill()
-    first.wait()
+    first.join()
     goes_on.set()
     server.drops, server.before_body = [], lambda: None
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [int(run.communicate()[0]) for run in runs] == [len(ROWS)] * 2
+    for one in runs:
+        one.start()
+    for one in runs:
+        one.join()
+    assert [one.exitcode for one in runs] == [0, 0]
+    assert [part for _, _, part in server.requests].count("bytes=0-") == 2  # of the first, and of one of these
     (copy,) = (tmp_path / "cache" / "remote").iterdir()
     assert (copy / "copy-a.jsonl").read_bytes() == ROWS
 
