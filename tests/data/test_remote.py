@@ -1,7 +1,6 @@
 """Files behind URLs: the same records as local ones, fetched once, through a network that fails, without a secret told."""
 
 import base64
-import bz2
 import gzip
 import hashlib
 import json
@@ -32,6 +31,7 @@ from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
 from shared.text.stream import Stream
 from tests.conftest import run, slow
+from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
 
 FORK = multiprocessing.get_context("fork")
@@ -158,10 +158,9 @@ def parquet(path, rows=3000):
     ],
 )
 def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, name, scheme, streaming):
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda c: pa.compress(c, codec="zstd", asbytes=True)}
     plain = b"text,n\na,1\n" + b"b,2\n" * 5000 if "csv" in name else ROWS
     local = tmp_path / name
-    content = parquet(local) if "parquet" in name else pack.get(local.suffix, bytes)(plain)
+    content = parquet(local) if "parquet" in name else PACK.get(local.suffix, bytes)(plain)
     local.write_bytes(content)
     server.files["/bucket/sub/" + name] = content
     root = {"http": f"{server.root}/bucket/sub/", "s3": "s3://bucket/sub/"}[scheme]

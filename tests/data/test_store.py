@@ -1,5 +1,7 @@
 """A store holds what an encoder made of a source, whoever prepared it, and however often that was interrupted."""
 
+import functools
+import gzip
 import json
 import multiprocessing
 import os
@@ -50,6 +52,15 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != prepared.VERIFIED}
 
 
+def spy_on_batches(monkeypatch):
+    """How many items each batch has that is encoded from now on."""
+    sizes, encode_batch = [], store._encode_batch
+    monkeypatch.setattr(
+        store, "_encode_batch", lambda encode, items: sizes.append(len(items)) or encode_batch(encode, items)
+    )
+    return sizes
+
+
 @pytest.mark.parametrize(("kind", "processes"), [("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)])
 def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, monkeypatch, capfd):
     """With the same bits as one that was not killed, in the same places, also if a file lost what was written last."""
@@ -75,14 +86,7 @@ def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, 
         done = json.loads((partial / "state.json").read_text())["items"]
     assert 10 < done < 140
 
-    encoded = []
-    encode_batch = store._encode_batch
-
-    def counted(encode, items):
-        encoded.append(len(items))
-        return encode_batch(encode, items)
-
-    monkeypatch.setattr(store, "_encode_batch", counted)
+    encoded = spy_on_batches(monkeypatch)
     capfd.readouterr()
     again = prepare(kind, path, 1)
     assert sum(encoded) == 150 - done
@@ -160,6 +164,18 @@ def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
     assert mixed.sources == {"a": 2, "b": 1} and mixed.column("sizes")[:, 0].tolist() == mixed.lengths.tolist() == [5, 2, 0]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tokens_of_a_compressed_file_are_those_of_the_plain_one(cache, text_file, tiny_model, monkeypatch, workers):
+    monkeypatch.setattr(store, "BATCH", 500)
+    packed = cache / "text.jsonl.gz"
+    packed.write_bytes(gzip.compress(text_file.read_bytes()))
+    configs = [CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers) for p in (text_file, packed)]
+    encode = corpus.EncodeDocuments(AutoTokenizer.from_pretrained(tiny_model), "text")
+    plain, unpacked = (store.prepare_sources(config, encode)[0][""] for config in configs)
+    assert plain.folder != unpacked.folder and plain.identity == unpacked.identity
+    assert plain["tokens"].tolist() == unpacked["tokens"].tolist()
+
+
 def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
     with pytest.raises(ConfigError, match=r"^here: no records in it$"):
         store.prepare(source_of([]), Letters(), processes=1)
@@ -169,18 +185,9 @@ def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
 
 
 def test_a_second_run_waits_for_the_first_and_takes_what_it_made(cache, monkeypatch):
-    made = []
-    encode_batch = store._encode_batch
-
-    def counted(encode, items):
-        made.append(len(items))
-        return encode_batch(encode, items)
-
-    monkeypatch.setattr(store, "_encode_batch", counted)
-    runs = [
-        threading.Thread(target=store.prepare, args=(source_of(TEXTS, 0.1), Letters()), kwargs={"processes": 1})
-        for _ in range(2)
-    ]
+    made = spy_on_batches(monkeypatch)
+    prepare = functools.partial(store.prepare, source_of(TEXTS, 0.1), Letters(), processes=1)
+    runs = [threading.Thread(target=prepare) for _ in range(2)]
     for run in runs:
         run.start()
     for run in runs:
