@@ -1,5 +1,7 @@
 """The order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
 
+import atexit
+import contextlib
 import hashlib
 import math
 import multiprocessing
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +21,18 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils import signal_handling
 
-from shared.data.loader import Loader, Share
-from shared.data.order import IGNORED, EvenSubset, Order, is_validation, micro_batches, permute, seed_all
+from shared.data.loader import Loader, Share, _ending, cu_seqlens_of, to_device
+from shared.data.order import (
+    IGNORED,
+    EvenSubset,
+    Order,
+    draws_kept,
+    is_validation,
+    micro_batches,
+    near_share,
+    permute,
+    seed_all,
+)
 from shared.process.errors import CleanExit, ConfigError
 from shared.run.checkpoint_files import CheckpointError
 from shared.text.stream import Rows
@@ -48,9 +61,11 @@ def end_readers():
 
 
 def test_permute_is_a_bijection_for_all_small_sizes_and_many_up_to_2000():
-    for size in [*range(1, 300), *range(300, 1000, 11), *range(1020, 1030), *range(1030, 2001, 11), 2000]:
-        image = permute(np.arange(size), size, (size, 7))
+    sizes = [*range(1, 300), *range(300, 1000, 11), *range(1020, 1030), *range(1030, 2001, 11), 2000]
+    images = [permute(np.arange(size), size, (size, 7)) for size in sizes]
+    for size, image in zip(sizes, images, strict=True):
         assert np.array_equal(np.sort(image), np.arange(size)), size
+    assert hashlib.sha256(np.concatenate(images).astype("<i8").tobytes()).hexdigest()[:16] == "5f6549923f2a15f6"
 
 
 @settings(deadline=None, max_examples=100)
@@ -65,6 +80,7 @@ def test_any_part_of_a_permutation_equals_that_part_of_the_whole(data, size, key
 
 
 def test_the_order_of_a_seed_never_changes():
+    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORED
     # Written down, since a resumed run counts on it in every later version.
     assert permute(np.arange(10), 10, (0, 0)).tolist() == [5, 7, 6, 3, 0, 4, 1, 9, 2, 8]
     assert permute(np.arange(3), 2**40 + 1, (3, 1)).tolist() == [923516021126, 746580753988, 991145269726]
@@ -110,6 +126,8 @@ def test_every_epoch_covers_every_sample_exactly_once(num_samples, size, seed, e
 def test_seeds_and_epochs_give_different_orders():
     orders = {tuple(Order(50, 50, seed).indices(epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
+    with pytest.raises(ValueError, match="read-only"):  # others read it, too
+        Order(50, 50, 0).indices(0)[0] = 1
 
 
 def test_which_samples_are_left_out_differs_from_epoch_to_epoch():
@@ -210,8 +228,10 @@ def test_over_all_ranks_a_window_holds_the_global_batch_once(world, per_device):
 def test_a_row_that_fills_up_has_no_targets():
     rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
     order = Order(5, 4, 0, shuffle=False)
-    windows = Loader(rows, default_collate, order, Share(0, 1, CPU), per_device=4).windows(0, 2)
-    _, last = [list(window.micro_batches) for window in windows]
+    subject = Loader(rows, default_collate, order, Share(0, 1, CPU), per_device=4)
+    assert (subject.steps_per_epoch, subject.num_workers) == (2, 0)
+    first, last = [list(window.micro_batches) for window in subject.windows(0, 2)]
+    assert first[0]["labels"].tolist() == [[number] * 3 for number in range(4)]
     assert last[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 
 
@@ -242,6 +262,46 @@ def test_readers_stay_for_all_passes_over_one_range():
     assert list(subject._readers) == [(0, 1)]  # those of the range before are let go
 
 
+def test_the_batch_that_takes_the_most_memory_has_the_longest_sample_and_no_count_of_targets():
+    subject = loader()
+    subject.collate = lambda rows: collate(rows) | {"targets": torch.zeros(1)}
+    assert subject.longest(2)["input_ids"][:, 0].tolist() == [0, 0]  # all are as long
+    subject.samples.lengths = np.array([3, 9, 1, 4])
+    batch = subject.longest(3)
+    assert batch["input_ids"][:, 0].tolist() == [1, 2, 2] and batch.keys() == {"input_ids", "labels"}
+    assert cu_seqlens_of(np.array([[0, 1, 0], [0, 1, 2]])).tolist() == [0, 2, 3, 6]
+
+
+def test_a_batch_is_copied_to_a_gpu_while_it_computes_the_one_before(monkeypatch):
+    """And the memory of the copy is not reused while the computation reads it."""
+    events, copies, using = [], object(), SimpleNamespace(wait_stream=lambda stream: events.append(("waits for", stream)))
+
+    class Tensor:
+        def to(self, device, non_blocking=False):
+            events.append(("is copied", device.type, non_blocking))
+            return self
+
+        def record_stream(self, stream):
+            events.append(("is used by", stream))
+
+    @contextlib.contextmanager
+    def stream(entered):
+        events.append(entered)
+        yield
+        events.append("end")
+
+    monkeypatch.setattr("shared.data.loader._copies", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: using)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    batch = {"labels": Tensor()}
+    assert to_device(batch, torch.device("cuda")) == batch
+    assert events == [copies, ("is copied", "cuda", True), "end", ("waits for", copies), ("is used by", using)]
+    subject = loader()
+    assert not subject._reader(0, 1).pin_memory
+    subject.share = Share(0, 1, torch.device("cuda"))
+    assert subject._reader(0, 1).pin_memory
+
+
 def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
     spread = EvenSubset(Numbers(22), 5)
     assert [int(spread[i]["input_ids"][0]) for i in range(len(spread))] == [0, 5, 10, 16, 21]
@@ -255,7 +315,7 @@ def draws():
     return torch.rand(1).item(), random.random(), np.random.rand()
 
 
-def test_seeding_reaches_all_three_generators_and_depends_on_the_whole_key():
+def test_seeding_reaches_all_three_generators_and_depends_on_the_whole_key(monkeypatch):
     def draw(*key, **options):
         seed_all(*key, **options)
         return draws()
@@ -264,6 +324,12 @@ def test_seeding_reaches_all_three_generators_and_depends_on_the_whole_key():
     drawn = [draw(*key) for key in keys]
     assert all(len(set(values)) == len(keys) for values in zip(*drawn, strict=True))
     assert [draw(*key) for key in keys] == [draw(*key, devices=False) for key in keys] == drawn
+    assert draw(0, 1)[1:] == (0.22569820684977038, 0.42649645071042297)  # in every later version
+    seeds = []
+    monkeypatch.setattr("shared.data.order._accelerator", lambda: SimpleNamespace(manual_seed=seeds.append))
+    seed_all(1)
+    seed_all(2, devices=False)
+    assert len(seeds) == 1
 
 
 def noisy(row):
@@ -293,9 +359,14 @@ def noise_of(start, stop, *, world_size=1, seed=5, drop_last=False, **options):
     return {key: found[key] for key in found if key[1] in order.indices(key[0])}
 
 
-def test_what_a_transform_draws_differs_between_samples_epochs_and_seeds():
+def test_what_a_transform_draws_differs_between_samples_epochs_and_seeds(monkeypatch):
+    monkeypatch.setattr("shared.data.order._accelerator", pytest.fail)  # augmentation leaves a GPU's generator alone
     found = noise_of(0, 6)  # two epochs of three steps
     assert len(found) == 44
+    sample = int(Order(22, 8, 5).indices(4)[0])
+    with draws_kept():
+        seed_all(5, 1, sample, 1, devices=False)
+        assert found[4, sample] == list(draws())
     for generator in range(3):
         assert len({noise[generator] for noise in found.values()}) == 44
     other = noise_of(0, 6, seed=6)
@@ -371,30 +442,20 @@ def test_a_transform_that_changes_what_is_counted_is_refused():
         subject.transform = lambda row, changed=changed: row | changed
         with pytest.raises(ConfigError, match=message):
             plain(next(subject.windows(0, 1)))
+    subject = loader()
+    subject.transform = lambda row: row | {"position_ids": np.array([0, 1, 2, 0, 1])}
+    assert len(plain(next(subject.windows(0, 1)))[0]) == 4
 
 
 ENDS = """
 import gc
-import numpy as np, torch
-from shared.process.errors import CleanExit, ConfigError
-from shared.data.loader import Loader, Share
-from shared.data.order import Order
-
-class Damaged:
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        raise ConfigError("damaged")
-
-    def num_targets(self, indices):
-        return 1
+from tests.data.test_data import ConfigError, Damaged, loader, plain
 
 def train():
-    order, cpu = Order(8, 2, 0), torch.device("cpu")
-    windows = Loader(Damaged(), list, order, Share(0, 1, cpu), per_device=2, num_workers=1).windows(0, 4)
+    subject = loader(num=8, size=2, num_workers=1)
+    subject.samples = Damaged(8, ConfigError("damaged"))
     try:
-        list(next(windows).micro_batches)
+        [plain(window) for window in subject.windows(0, 4)]
     except ConfigError as error:
         kept = error  # a cycle: error, its traceback, this frame
         print(error, flush=True)
@@ -402,6 +463,16 @@ def train():
 train()
 gc.collect()
 """
+
+
+def test_reading_processes_are_told_of_the_end_of_the_program(monkeypatch):
+    registered = []
+    monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
+    flag = _ending.__wrapped__()
+    assert not flag.value
+    ((function, *arguments),) = registered
+    function(*arguments)
+    assert flag.value
 
 
 @pytest.mark.slow
@@ -435,4 +506,8 @@ def test_the_validation_split_depends_on_the_number_alone_and_a_larger_one_conta
     assert np.array_equal(is_validation(np.arange(1000, 2000), 5.0), whole[1000:2000])
     assert whole.mean() == pytest.approx(0.05, abs=0.005)
     assert not is_validation(np.arange(1000), 0.0).any()
+    both = whole + 2 * is_validation(np.arange(50_000), 40.0, 0.3)  # the same documents in every later version
+    assert hashlib.sha256(both.astype(np.uint8).tobytes()).hexdigest()[:16] == "fbd2d9d8c5ac32fa"
+    assert both.mean() == pytest.approx(0.05 + 2 * 0.4 * 0.3, abs=0.01)
+    assert [near_share(share, 0.1) for share in (0.049, 0.05, 0.1, 0.2, 0.21)] == [False, True, True, True, False]
     assert (is_validation(np.arange(50_000), 10.0) | ~whole).all()

@@ -129,11 +129,6 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
         tracemalloc.stop()
 
 
-def test_several_files_are_read_in_order(tmp_path):
-    first, second = write(tmp_path, "b.jsonl", '{"n": 1}'), write(tmp_path, "a.txt", "x")
-    assert list(read_records([first, second])) == [(f"{first}:1", {"n": 1}), (str(second), {"text": "x"})]
-
-
 # What cannot be read -------------------------------------------------------------------------------------------------
 
 

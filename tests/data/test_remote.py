@@ -145,6 +145,10 @@ def read(*urls, streaming=False):
     return [record for _, record in source(*urls, streaming=streaming).read()]
 
 
+def nothing_is_left(tmp_path):
+    return {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+
+
 def parquet(path, rows=3000):
     pq.write_table(pa.table({"text": [f"line {n}" for n in range(rows)]}), path, row_group_size=500)
     return path.read_bytes()
@@ -237,7 +241,7 @@ def test_a_part_that_begins_elsewhere_is_not_appended(server, tmp_path):
     server.files["/a.jsonl"], server.drops, server.shift = ROWS, [100_000], 30_000
     with pytest.raises(ConfigError, match=r"a\.jsonl: the server sends other bytes than asked for: download it"):
         read(f"{server.root}/a.jsonl")
-    assert {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+    assert nothing_is_left(tmp_path)
 
 
 def test_a_store_s_copy_has_the_store_s_size(server, monkeypatch):
@@ -263,7 +267,7 @@ def test_a_network_that_fails_for_ever_is_one_line_and_exit_code_1(server, tmp_p
     assert str(error.value).startswith(f"{url}: ") and error.value.exit_code == 1
     assert scheme == "s3" or str(error.value).endswith(f"({len(remote.PAUSES) + 1} tries)")
     assert "\n" not in str(error.value)
-    assert {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+    assert nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(serv
     server.before_body = lambda: server.files.update(changed)
     with pytest.raises(ConfigError, match=r"a\.jsonl: it was changed while this run read it"):
         read(f"{server.root}/a.jsonl")
-    assert {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+    assert nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "s3://b/a.jsonl"])
@@ -349,7 +353,7 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
             read(f"{server.root}/a.jsonl")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert {path.suffix for path in (tmp_path / "cache").glob("remote/*")} <= {".lock"}
+    assert nothing_is_left(tmp_path)
 
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
@@ -474,20 +478,6 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
     for name in ("run/config.yaml", "run/final/README.md", "run/checkpoint-000002/MANIFEST.json", "refused/exit.json"):
         assert "X-Amz-Signature=***" in (tmp_path / name).read_text()
     assert files_with("X-Amz-Signature=***", tmp_path / "run" / "wandb")
-
-
-@pytest.mark.slow
-def test_two_processes_stream_one_copy(server, text_file, tiny_model, tmp_path):
-    server.files["/text.jsonl"] = text_file.read_bytes()
-    flags = ("--model_name_or_path", tiny_model, "--tokenizer_name", tiny_model, "--streaming")
-    flags += ("--max_steps", 3, "--global_batch_size", 4, "--per_device_train_batch_size", 2)
-    flags += ("--seq_length", 32, "--eval_samples", 2)
-    expected = run("pretrain", tmp_path / "local", "--train_file", text_file, *flags)
-    url = f"{server.root}/text.jsonl"
-    cache = {"TEMPLATES_CACHE": str(tmp_path / "cache")}
-    result = run("pretrain", tmp_path / "run", "--train_file", url, *flags, processes=2, env=cache)
-    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert [part for _, _, part in server.requests] == ["bytes=0-0", "bytes=0-"]
 
 
 def test_the_library_s_log_does_not_tell_a_signature(server, caplog):

@@ -1,5 +1,7 @@
-"""A skipped update, and a step that waits for nothing (faults and signals: tests/promises/test_faults.py)."""
+"""A step is that of a plain loop, and a step that waits for nothing (faults and signals: tests/promises/test_faults.py)."""
 
+import contextlib
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from shared.config.options import OptimConfig
+from shared.data.loader import MicroBatches, Window
 from shared.parallel.strategy import Strategy
 from shared.run import guard, launch
 from shared.run import run as runs
@@ -16,9 +19,89 @@ from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
 from shared.training import optim
+from shared.training import step as steps
+from shared.training.step import Step
 from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+
+
+def step_of(model, batches, targets=5, verdict=None, accelerator=None):
+    indices = np.arange(2 * len(batches)).reshape(-1, 2)
+    window = Window(MicroBatches(iter(batches)), targets, 4, epoch=0, epoch_samples=4, indices=indices)
+    strategy = Strategy(accelerator or launch.start(0))
+    return Step(strategy, [model], window, number=1, rate=0.1, verdict=verdict or (lambda *_: torch.tensor(True)))
+
+
+def test_a_step_is_that_of_a_plain_loop(monkeypatch):
+    """On one of three processes that read different data, whose mean is taken."""
+    accelerator, model = launch.start(0), nn.Linear(2, 1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # a second a look
+    batches = [{"x": torch.randn(2, 2), "labels": torch.zeros(2, 3, dtype=torch.long)} for _ in range(2)]
+    seen, is_last, finite = [], [], [torch.tensor(True), torch.tensor(False), torch.tensor(True)]
+
+    def verdict(*seen_by_it):
+        seen.append(seen_by_it)
+        return finite[len(seen) - 1]
+
+    step, losses = step_of(model, batches, 5, verdict, accelerator), []
+    assert (step.grad_norm, step.finite, step.scale) == (None, None, 3 / 5)
+    for batch in step.micro_batches():
+        is_last.append(accelerator.sync_gradients)
+        losses.append(model(batch["x"]).sum())
+        step.backward(losses[-1])
+        step.log(twice=2 * losses[-1])
+    step.log_means(reward=1.0)
+    step.log_means(reward=2.0, length=3.0)
+    assert is_last == [False, True] and step.means == {"reward": 2.0, "length": 3.0}
+    assert step.sums == {"loss": losses, "twice": [2 * loss for loss in losses]}
+    assert (step.positions, step.waited) == (12, 2)
+    gradient = sum(batch["x"].sum(0) for batch in batches) * 3 / 5
+    torch.testing.assert_close(model.weight.grad[0], gradient)
+    norm = (gradient.square().sum() + (4 * 3 / 5) ** 2).sqrt()
+    torch.testing.assert_close(step.clip_gradients(0.5), norm)
+    torch.testing.assert_close(model.weight.grad[0], gradient * 0.5 / norm)
+    before, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=1.0)
+    step.update([optimizer])
+    torch.testing.assert_close(before - model.weight.detach(), (gradient * 0.5 / norm)[None])
+    torch.testing.assert_close(seen[0], (losses, norm, [[0, 1], [2, 3]]))
+    assert step.finite is finite[0]
+    for moves in (False, True):  # once more, not clipped
+        model(batches[0]["x"]).sum().backward()
+        before = model.weight.detach().clone()
+        step.update([optimizer])
+        torch.testing.assert_close(before - model.weight.detach(), batches[0]["x"].sum(0)[None] * moves)
+        assert seen[-1][1] == step.grad_norm > 1 and not step.finite
+    assert step_of(model, batches, 0, accelerator=accelerator).scale == 3  # no target
+
+
+def test_micro_batches_are_counted_by_their_targets_and_can_be_kept_or_replaced():
+    """A number, or a yes or no for each class, is one target a row."""
+    model, classes = nn.Linear(2, 1), torch.zeros(2, 3, dtype=torch.long)
+    batches = [{"labels": classes}, {"labels": classes.float()}, {"labels": classes, "row_labels": classes[:, 0]}]
+    step = step_of(model, batches)
+    assert step.batches == batches == step.batches == list(step.micro_batches()) and step.positions == 6 + 2 + 2
+    step = step_of(model, batches)
+    step.use(batches[:1] * 2, 7, [[4], [5]])
+    assert (step.positions, step.num_targets, step.indices) == (12, 7, [[4], [5]])
+    assert [batch is batches[0] for batch in step.micro_batches()] == [True, True]
+    assert step.strategy.accelerator.sync_gradients
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_alone(monkeypatch):
+    class Sharded(nn.Linear):
+        def set_requires_all_reduce(self, value):
+            reduced.append((self, value))
+
+    reduced, accelerator = [], launch.start(0)
+    plain, sharded = nn.Linear(1, 1), Sharded(1, 1)
+    monkeypatch.setattr(steps, "FSDPModule", Sharded)
+    monkeypatch.setattr(accelerator, "no_sync", lambda model: reduced.append((model, False)) or contextlib.nullcontext())
+    for last in (False, True):
+        with steps.reduced(accelerator, [plain, sharded], last=last):
+            assert accelerator.sync_gradients is last
+    assert reduced == [(plain, False), (sharded, False), (sharded, True)]
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
