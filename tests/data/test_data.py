@@ -42,12 +42,6 @@ CPU = torch.device("cpu")
 KEYS = st.tuples(st.integers(0, 2**32), st.integers(0, 1000))
 
 
-@pytest.fixture(autouse=True)
-def main_rank(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def end_readers():
     """Ends the reading processes of a test whose exception keeps them: see the test of what they do to an exit."""

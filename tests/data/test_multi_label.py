@@ -30,9 +30,7 @@ def evaluation_of(labels, scores, classes, thresholds=None):
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def one_process(main_rank):
     PartialState(cpu=True)
 
 

@@ -19,12 +19,6 @@ from shared.process.files import cache_dir
 from tests.security.conftest import flip
 
 
-@pytest.fixture(autouse=True)
-def main_rank(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def left(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 

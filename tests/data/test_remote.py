@@ -45,7 +45,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {"/a.jsonl": ROWS}
         self.statuses: dict[str, int] = {}  # path -> the answer instead of the file
         self.redirects: dict[str, str] = {}
         self.ranges = self.tags = True
@@ -200,7 +200,6 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
 
 
 def test_a_url_that_is_signed_anew_is_the_same_file(server):
-    server.files["/a.jsonl"] = ROWS
     names = [f"/a.jsonl?X-Amz-Date={n}&X-Amz-Signature={canary(40)}" for n in (1, 2)]
     first, second = (source(server.root + name) for name in names)
     assert first.identity() == second.identity()
@@ -225,7 +224,7 @@ def test_a_dropped_connection_is_taken_up_where_it_broke(server, ranges):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_an_answer_that_holds_less_than_was_asked_for_is_not_the_file(server, tmp_path, chunked):
-    server.files["/a.jsonl"], server.most, server.chunked = ROWS, 100_000, chunked
+    server.most, server.chunked = 100_000, chunked
     assert len(read(f"{server.root}/a.jsonl")) == 20_000
     parts = [part for _, _, part in server.requests]
     assert parts == ["bytes=0-0", *(f"bytes={place}-" for place in range(0, len(ROWS), 100_000))]
@@ -238,7 +237,7 @@ def test_an_answer_that_holds_less_than_was_asked_for_is_not_the_file(server, tm
 
 
 def test_a_part_that_begins_elsewhere_is_not_appended(server, tmp_path):
-    server.files["/a.jsonl"], server.drops, server.shift = ROWS, [100_000], 30_000
+    server.drops, server.shift = [100_000], 30_000
     with pytest.raises(ConfigError, match=r"a\.jsonl: the server sends other bytes than asked for: download it"):
         read(f"{server.root}/a.jsonl")
     assert nothing_is_left(tmp_path)
@@ -299,7 +298,7 @@ def test_nobody_listens(server):
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(server, tmp_path, ranges):
-    server.files["/a.jsonl"], server.ranges = ROWS, ranges
+    server.ranges = ranges
     server.drops = [100_000] if ranges else [0, 100_000]
     changed = {"/a.jsonl": ROWS.replace(b"line 9", b"line 8")}
     server.before_body = lambda: server.files.update(changed)
@@ -320,7 +319,6 @@ def test_a_redirect_leads_to_http_only(server, target):
 
 def test_a_login_does_not_follow_a_redirect_to_another_host(server):
     with Server() as other:
-        other.files["/a.jsonl"] = ROWS
         server.redirects["/a.jsonl"] = f"{other.root}/a.jsonl"
         assert len(read(f"http://me:pass@127.0.0.1:{server.server_port}/a.jsonl")) == 20_000
         assert set(server.logins) == {"Basic " + base64.b64encode(b"me:pass").decode()}
@@ -345,7 +343,6 @@ def test_what_is_said_of_a_copy_has_the_file_s_name(server, capsys):
 
 
 def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_path):
-    server.files["/a.jsonl"] = ROWS
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # EFBIG in place of ENOSPC
     try:
@@ -357,7 +354,6 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
-    server.files["/a.jsonl"] = ROWS
     first, *runs = (FORK.Process(target=remote.fetched, args=(f"{server.root}/a.jsonl",)) for _ in range(3))
     goes_on, reached = threading.Event(), threading.Event()
     server.drops, server.before_body = [100_000], lambda: (reached.set(), goes_on.wait(60))
@@ -393,7 +389,7 @@ def test_what_no_store_has_is_refused(server, url, what):
 
 
 def test_what_a_server_does_not_say_is_not_guessed(server):
-    server.files |= {"/a.jsonl": ROWS, "/empty.jsonl": b""}
+    server.files["/empty.jsonl"] = b""
     server.tags = False
     with pytest.raises(ConfigError, match="no ETag and no time, so a change could not be seen: download it"):
         source(f"{server.root}/a.jsonl")
@@ -481,7 +477,6 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
 
 
 def test_the_library_s_log_does_not_tell_a_signature(server, caplog):
-    server.files["/a.jsonl"] = ROWS
     secret = canary(40)
     with caplog.at_level(logging.INFO):
         read(f"{server.root}/a.jsonl?X-Amz-Signature={secret}")

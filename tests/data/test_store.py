@@ -142,8 +142,6 @@ def source_of(texts, wait=0.0):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
