@@ -91,13 +91,16 @@ def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch
     model, optimizers = build("muon")
     strategy = Strategy(accelerator)
     for bad, scale in ((True, 4.0), (False, 8.0)):
-        strategy.backward(model(torch.randn(4, 8)).square().mean(), 1.0)
+        loss = model(torch.randn(4, 8)).square().mean()
+        plain = nn.utils.get_total_norm(torch.autograd.grad(loss, [*model.parameters()], retain_graph=True))
+        strategy.backward(loss, 0.5)
         if bad:
             model[0].weight.grad[0, 0] = torch.inf  # of Muon's parameters; AdamW's gradients are finite
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for optimizer in optimizers:
             accelerator.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(norm, torch.tensor(torch.inf) if bad else plain / 2)
         strategy.update(optimizers, torch.tensor(True), norm)
         same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
         assert same == [bad] * 6
