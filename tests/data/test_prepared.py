@@ -2,20 +2,20 @@
 
 import datetime
 import errno
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from torch.utils.data._utils import worker
 
 from shared.data import prepared
 from shared.data.loader import parallel_map
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
+from tests.conftest import ROOT
 from tests.security.conftest import flip
 
 
@@ -200,19 +200,22 @@ def test_a_process_that_dies_ends_the_work():
         list(parallel_map(exec, ["import os; os._exit(1)"] * 50, 2))
 
 
-def test_processes_do_not_outlive_a_run_that_is_killed(monkeypatch):
-    monkeypatch.setattr(worker, "MP_STATUS_CHECK_INTERVAL", 0.1)  # PyTorch's processes look for their parent so often
-    fork = multiprocessing.get_context("fork")
-    numbers = fork.SimpleQueue()
+OUTLIVED = """
+import time
+from torch.utils.data._utils import worker
+from shared.data.loader import parallel_map
 
-    def work():
-        for number in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
-            numbers.put(number)
-            time.sleep(0.2)
+worker.MP_STATUS_CHECK_INTERVAL = 0.1  # PyTorch's processes look for their parent so often
+for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
+    print(process, flush=True)
+    time.sleep(0.2)
+"""
 
-    run = fork.Process(target=work)
-    run.start()
-    workers = [psutil.Process(number) for number in {numbers.get() for _ in range(3)}]
-    run.kill()
+
+def test_processes_do_not_outlive_a_run_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", OUTLIVED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        workers = [psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}]
+        run.kill()
     _, alive = psutil.wait_procs(workers, 20)
     assert workers and not alive

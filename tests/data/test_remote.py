@@ -5,9 +5,10 @@ import gzip
 import hashlib
 import json
 import logging
-import multiprocessing
 import random
 import resource
+import subprocess
+import sys
 import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,11 +31,10 @@ from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import run, slow
+from tests.conftest import ROOT, run, slow
 from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
 
-FORK = multiprocessing.get_context("fork")
 ROWS = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
 
 
@@ -354,21 +354,20 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
-    first, *runs = (FORK.Process(target=remote.fetched, args=(f"{server.root}/a.jsonl",)) for _ in range(3))
-    goes_on, reached = threading.Event(), threading.Event()
+    code = "import sys; from shared.data.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
+    command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
+    goes_on = threading.Event()
+    reached = threading.Event()
     server.drops, server.before_body = [100_000], lambda: (reached.set(), goes_on.wait(60))
-    first.start()
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert reached.wait(60)
     assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
     first.kill()
-    first.join()
+    first.wait()
     goes_on.set()
     server.drops, server.before_body = [], lambda: None
-    for one in runs:
-        one.start()
-    for one in runs:
-        one.join()
-    assert [one.exitcode for one in runs] == [0, 0]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [int(run.communicate()[0]) for run in runs] == [len(ROWS)] * 2
     assert [part for _, _, part in server.requests].count("bytes=0-") == 2  # of the first, and of one of these
     (copy,) = (tmp_path / "cache" / "remote").iterdir()
     assert (copy / "copy-a.jsonl").read_bytes() == ROWS

@@ -3,11 +3,9 @@
 import functools
 import gzip
 import json
-import multiprocessing
 import os
 import pickle
 import random
-import signal
 import threading
 import time
 
@@ -22,7 +20,7 @@ from shared.data.store import Encoded, Notes, Split
 from shared.process.errors import ConfigError
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
-from tests.conftest import sentence, slow
+from tests.conftest import LAUNCHER, launch_environment, sentence, slow
 from tests.security.conftest import flip
 
 RECORDS = {  # kind: (record of two texts and a number)
@@ -75,13 +73,11 @@ def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, 
     whole = prepare(kind, path, 1)
 
     monkeypatch.setenv("TEMPLATES_CACHE", str(cache))
+    script = tmp_path / "prepare.py"
+    script.write_text(f"from tests.data.test_store import prepare\nprepare({kind!r}, {str(path)!r}, {processes})\n")
     for fault in ("prepare:kill@3", "prepare:kill@2"):
-        with monkeypatch.context() as faulty:
-            faulty.setenv("TEMPLATES_FAULT", fault)
-            killed = multiprocessing.get_context("fork").Process(target=prepare, args=(kind, path, processes))
-            killed.start()
-        killed.join()
-        assert killed.exitcode == -signal.SIGKILL
+        killed, output = LAUNCHER.run([str(script)], launch_environment({"TEMPLATES_FAULT": fault}))
+        assert killed, output
         (partial,) = cache.glob(f"{kind}/.*.new")
         done = json.loads((partial / "state.json").read_text())["items"]
     assert 10 < done < 140
