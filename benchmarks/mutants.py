@@ -40,11 +40,11 @@ QUICK = 20.0  # seconds of tests that each change meets at first, as traced
 # Each file and the tests that it meets: those of its folder, the nearest first.
 TESTS: dict[str, str] = {
     "data/order": "data/test_data.py data/test_mixture.py training/test_steps.py",
-    "data/loader": "data/test_data.py training/test_steps.py data/test_multi_label.py",
+    "data/loader": "data/test_data.py data/test_prepared.py data/test_mixture.py training/test_steps.py",
     "training/step": "training/test_steps.py training/test_sync.py",
     "training/optim": "training/test_optim.py training/test_defaults.py",
-    "parallel/strategy": "training run/test_checkpoint.py",
-    "parallel/gradients": "training",
+    "parallel/strategy": "parallel training",
+    "parallel/gradients": "parallel training",
     "run/checkpoint": "run known_bugs/test_resumed_runs.py",
     "run/checkpoint_files": "run known_bugs/test_resumed_runs.py",
     "run/tensors": "run",

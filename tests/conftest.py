@@ -80,6 +80,7 @@ def offline(tmp_path_factory):
     }
     yield
     LAUNCHER.close()
+    gc.unfreeze()  # or extensions complain of leaks at the end
 
 
 def slow(*values: object):

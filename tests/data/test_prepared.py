@@ -19,12 +19,6 @@ from tests.conftest import ROOT
 from tests.security.conftest import flip
 
 
-@pytest.fixture(autouse=True)
-def main_rank(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def left(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
@@ -168,8 +162,11 @@ def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypa
     assert left(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(processes):
+@pytest.mark.parametrize(("processes", "shared_memory"), [(1, True), (2, True), (None, True), (2, False)])
+def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(monkeypatch, processes, shared_memory):
+    monkeypatch.setattr(os.path, "isdir", lambda path: shared_memory if path == "/dev/shm" else Path(path).is_dir())
+    monkeypatch.setattr("shared.data.loader.cores", lambda: 2)
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     taken = []
     items = (taken.append(by) or f"1000 // {by}, __import__('os').getpid()" for by in range(1, 200))
     results = parallel_map(eval, items, processes)
@@ -178,7 +175,8 @@ def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(processes
     found += results
     assert [result for result, _ in found] == [1000 // by for by in range(1, 200)]
     workers = {process for _, process in found}
-    assert workers == {os.getpid()} if processes == 1 else os.getpid() not in workers
+    assert workers == {os.getpid()} if processes == 1 or not shared_memory else os.getpid() not in workers
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == (None if processes == 1 else "false")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -189,6 +187,13 @@ def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
     with pytest.raises(ConfigError, match=r"^line 7: no text$"):
         next(results)
 
+    def fail():
+        yield "pass"
+        raise ConfigError("line 8: no text")
+
+    with pytest.raises(ConfigError, match=r"^line 8: no text$"):
+        list(parallel_map(exec, fail(), processes))
+
 
 def test_a_process_that_dies_ends_the_work():
     with pytest.raises(ConfigError, match="choose fewer with --preprocessing_num_workers"):
@@ -197,7 +202,10 @@ def test_a_process_that_dies_ends_the_work():
 
 OUTLIVED = """
 import time
+from torch.utils.data._utils import worker
 from shared.data.loader import parallel_map
+
+worker.MP_STATUS_CHECK_INTERVAL = 0.1  # PyTorch's processes look for their parent so often
 for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
     print(process, flush=True)
     time.sleep(0.2)

@@ -1,5 +1,6 @@
 """Every format gives records with their place, and what cannot be read is one ConfigError."""
 
+import bz2
 import gzip
 import json
 import os
@@ -25,6 +26,12 @@ from shared.images.options import ImageConfig
 from shared.models.hub import from_hub
 from shared.process.errors import CleanExit, ConfigError
 from shared.text.options import CorpusConfig
+
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
 
 
 def write(folder, name, content):
@@ -72,6 +79,10 @@ def find(*paths):
 def test_each_format_gives_values_and_places(tmp_path, name, content, expected):
     path = write(tmp_path, name, content)
     assert read(path) == [(f"{path}{place}", record) for place, record in expected]
+    content, middle = path.read_bytes(), path.stat().st_size // 2
+    for suffix, pack in PACK.items():  # in two parts, as `cat a.gz b.gz` leaves it
+        packed = write(tmp_path, name + suffix.upper(), pack(content[:middle]) + pack(content[middle:]))
+        assert read(packed) == [(f"{packed}{place}", record) for place, record in expected]
 
 
 def test_parquet_gives_values_and_row_numbers_over_batches(tmp_path):
@@ -118,11 +129,6 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
         tracemalloc.stop()
 
 
-def test_several_files_are_read_in_order(tmp_path):
-    first, second = write(tmp_path, "b.jsonl", '{"n": 1}'), write(tmp_path, "a.txt", "x")
-    assert list(read_records([first, second])) == [(f"{first}:1", {"n": 1}), (str(second), {"text": "x"})]
-
-
 # What cannot be read -------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +157,26 @@ def test_several_files_are_read_in_order(tmp_path):
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_named_with_the_place(tmp_path, name, content, place, what):
-    path = write(tmp_path, name, content)
-    with pytest.raises(ConfigError, match=what) as error:
-        read(path)
-    assert str(error.value).startswith(f"{path}{place}")
-    assert "\n" not in str(error.value)
+    paths = [write(tmp_path, name, content)]
+    if not name.endswith(("gz", "parquet")):
+        paths += [write(tmp_path, name + suffix, pack(paths[0].read_bytes())) for suffix, pack in PACK.items()]
+    for path in paths:
+        with pytest.raises(ConfigError, match=what) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path}{place}")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_damaged_or_truncated_compressed_file_is_named(tmp_path, suffix):
+    name, lines = f"a.jsonl{suffix}", [{"n": number} for number in range(9000)]
+    content = PACK[suffix](b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    assert [record for _, record in read(write(tmp_path, name, content))] == lines
+    for damaged in (content[:-3], content[: len(content) // 2], content[:40] + b"\xff" * 9 + content[49:], b'{"n": 1}\n'):
+        path = write(tmp_path, name, damaged)
+        with pytest.raises(ConfigError) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path}:") and "\n" not in str(error.value)
 
 
 def test_records_before_a_malformed_line_are_given(tmp_path):
@@ -242,6 +263,21 @@ def test_what_is_missing_or_empty_is_named(tmp_path):
         with pytest.raises(ConfigError) as error:
             find(tmp_path / name)
         assert str(error.value) == message
+
+
+def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(tmp_path):
+    for number, name in enumerate(("a.jsonl.gz", "b.jsonl", "c.jsonl.zst")):
+        write(tmp_path, name, PACK.get(name[name.rindex(".") :], bytes)(b'{"text": "%d"}\n' % number))
+    config = CorpusConfig(train_file=(str(tmp_path),), validation_file=(str(tmp_path / "c*"),))
+    train, validation = open_sources(config, demo=DEMO)
+    assert train.identity() == [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
+    assert [record["text"] for source in (train, validation) for _, record in source.read()] == ["0", "1", "2"]
+    streamed, _ = open_sources(config, demo=DEMO, streaming=True)
+    assert list(streamed.read()) == list(train.read())
+    for name in ("a.tar.gz", "a.tgz", "a.zip", "a.jsonl.xz"):
+        path = write(tmp_path, name, b"x")
+        with pytest.raises(ConfigError, match=f"^{path}: an archive: unpack it first, and name what was in it$"):
+            read(path)
 
 
 # Sources -------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """A store holds what an encoder made of a source, whoever prepared it, and however often that was interrupted."""
 
+import functools
+import gzip
 import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,7 +20,7 @@ from shared.data.store import Encoded, Notes, Split
 from shared.process.errors import ConfigError
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
-from tests.conftest import ROOT, sentence, slow
+from tests.conftest import LAUNCHER, launch_environment, sentence, slow
 from tests.security.conftest import flip
 
 RECORDS = {  # kind: (record of two texts and a number)
@@ -50,9 +50,16 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != prepared.VERIFIED}
 
 
-@pytest.mark.parametrize(
-    ("kind", "processes"), [slow("corpus", 2), ("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)]
-)
+def spy_on_batches(monkeypatch):
+    """How many items each batch has that is encoded from now on."""
+    sizes, encode_batch = [], store._encode_batch
+    monkeypatch.setattr(
+        store, "_encode_batch", lambda encode, items: sizes.append(len(items)) or encode_batch(encode, items)
+    )
+    return sizes
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)])
 def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, monkeypatch, capfd):
     """With the same bits as one that was not killed, in the same places, also if a file lost what was written last."""
     for name in ("BATCH", "SAVE_EVERY"):
@@ -65,24 +72,17 @@ def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, 
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "whole"))
     whole = prepare(kind, path, 1)
 
-    code = f"from tests.data.test_store import prepare; prepare({kind!r}, {str(path)!r}, {processes})"
+    monkeypatch.setenv("TEMPLATES_CACHE", str(cache))
+    script = tmp_path / "prepare.py"
+    script.write_text(f"from tests.data.test_store import prepare\nprepare({kind!r}, {str(path)!r}, {processes})\n")
     for fault in ("prepare:kill@3", "prepare:kill@2"):
-        environment = os.environ | {"TEMPLATES_FAULT": fault, "TEMPLATES_CACHE": str(cache)}
-        killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert killed.returncode != 0, killed.stderr
+        killed, output = LAUNCHER.run([str(script)], launch_environment({"TEMPLATES_FAULT": fault}))
+        assert killed, output
         (partial,) = cache.glob(f"{kind}/.*.new")
         done = json.loads((partial / "state.json").read_text())["items"]
     assert 10 < done < 140
 
-    encoded = []
-    encode_batch = store._encode_batch
-
-    def counted(encode, items):
-        encoded.append(len(items))
-        return encode_batch(encode, items)
-
-    monkeypatch.setenv("TEMPLATES_CACHE", str(cache))
-    monkeypatch.setattr(store, "_encode_batch", counted)
+    encoded = spy_on_batches(monkeypatch)
     capfd.readouterr()
     again = prepare(kind, path, 1)
     assert sum(encoded) == 150 - done
@@ -138,8 +138,6 @@ def source_of(texts, wait=0.0):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -160,6 +158,18 @@ def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
     assert mixed.sources == {"a": 2, "b": 1} and mixed.column("sizes")[:, 0].tolist() == mixed.lengths.tolist() == [5, 2, 0]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tokens_of_a_compressed_file_are_those_of_the_plain_one(cache, text_file, tiny_model, monkeypatch, workers):
+    monkeypatch.setattr(store, "BATCH", 500)
+    packed = cache / "text.jsonl.gz"
+    packed.write_bytes(gzip.compress(text_file.read_bytes()))
+    configs = [CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers) for p in (text_file, packed)]
+    encode = corpus.EncodeDocuments(AutoTokenizer.from_pretrained(tiny_model), "text")
+    plain, unpacked = (store.prepare_sources(config, encode)[0][""] for config in configs)
+    assert plain.folder != unpacked.folder and plain.identity == unpacked.identity
+    assert plain["tokens"].tolist() == unpacked["tokens"].tolist()
+
+
 def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
     with pytest.raises(ConfigError, match=r"^here: no records in it$"):
         store.prepare(source_of([]), Letters(), processes=1)
@@ -169,18 +179,9 @@ def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
 
 
 def test_a_second_run_waits_for_the_first_and_takes_what_it_made(cache, monkeypatch):
-    made = []
-    encode_batch = store._encode_batch
-
-    def counted(encode, items):
-        made.append(len(items))
-        return encode_batch(encode, items)
-
-    monkeypatch.setattr(store, "_encode_batch", counted)
-    runs = [
-        threading.Thread(target=store.prepare, args=(source_of(TEXTS, 0.1), Letters()), kwargs={"processes": 1})
-        for _ in range(2)
-    ]
+    made = spy_on_batches(monkeypatch)
+    prepare = functools.partial(store.prepare, source_of(TEXTS, 0.1), Letters(), processes=1)
+    runs = [threading.Thread(target=prepare) for _ in range(2)]
     for run in runs:
         run.start()
     for run in runs:

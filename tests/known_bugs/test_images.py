@@ -29,8 +29,12 @@ from shared.process.errors import ConfigError
 from shared.text.labelled import collate
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-SHAPE = {"layers": 2, "attention_heads": 2, "ffn_dim": 48}
 SIZES |= {"pad_token_id": 1, "num_labels": 3}
+BART = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 48))
+}
 CLASSIFIERS = {
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES),
@@ -39,14 +43,7 @@ CLASSIFIERS = {
     ),
     "deberta": DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
-    "bart": BartConfig(
-        vocab_size=40,
-        d_model=32,
-        **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SHAPE.items()},
-        pad_token_id=1,
-        eos_token_id=2,
-        num_labels=3,
-    ),
+    "bart": BartConfig(**BART, vocab_size=40, d_model=32, pad_token_id=1, eos_token_id=2, num_labels=3),
 }
 READ_THE_DEVICE = {"bart"}  # by its own code: it looks up which tokens are the end
 

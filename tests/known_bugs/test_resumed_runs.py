@@ -145,7 +145,9 @@ def test_what_the_user_asks_for_is_heeded(monkeypatch, launcher, its_threads, th
             monkeypatch.setenv("OMP_NUM_THREADS", number)
 
     set_threads(its_threads)
-    with subprocess.Popen(["sh", "-c", "read _", *launcher], stdin=subprocess.PIPE) as parent:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", "echo; read _", *launcher], **pipes) as parent:
+        assert parent.stdout.readline()  # /proc does not know its command line before
         set_threads(threads)
         seen = []
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)

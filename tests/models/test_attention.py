@@ -47,6 +47,24 @@ class Documents:
         return int(self.lengths[indices].sum())
 
 
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
+@torch.no_grad()
+def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
+    subject = make(name, implementation)
+    documents = Documents([11, 9, 6, 5, 4, 3, 1])
+    packed = Packed(documents, 20)
+    assert len(packed) == 2
+    batch = collate_packed([packed[0], packed[1]])
+    logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    for row, bin in enumerate(map(packed.bin, range(len(packed)))):
+        start = 0
+        for index in bin:
+            ids = torch.tensor(documents[index]["input_ids"])[None]
+            alone = subject(input_ids=ids, use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
+            start += ids.shape[1]
+
+
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("windows", "eager"), ("gpt2", "sdpa")])
 def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradients(name, implementation):
     """Without a mask: what fills a row up comes last, and no token looks ahead."""

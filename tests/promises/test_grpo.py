@@ -51,7 +51,7 @@ def test_every_launch_samples_and_learns_the_same(alone, base, tmp_path, config)
 
 @pytest.mark.parametrize(("config", "flags"), [(None, ()), slow("fsdp2", ("--kl_coef", 0.1))])
 def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tmp_path, config, flags):
-    given, processes = (*base, "--updates_per_rollout", 3, "--save_steps", 1, *flags), 2 if config else 1
+    given, processes = (*base, "--updates_per_rollout", 3, "--max_steps", 6, "--save_steps", 1, *flags), 2 if config else 1
     whole = run("grpo", tmp_path / "whole", *given, processes=processes, config=config)
     assert max(whole.each("clipped")) > 0 and len(whole.each("reward")) == 2
     if flags:

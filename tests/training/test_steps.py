@@ -1,5 +1,7 @@
-"""A skipped update, and a step that waits for nothing (faults and signals: tests/promises/test_faults.py)."""
+"""A step is that of a plain loop, and a step that waits for nothing (faults and signals: tests/promises/test_faults.py)."""
 
+import contextlib
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from shared.config.options import OptimConfig
+from shared.data.loader import MicroBatches, Window
 from shared.parallel.strategy import Strategy
 from shared.run import guard, launch
 from shared.run import run as runs
@@ -16,53 +19,89 @@ from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
 from shared.training import optim
+from shared.training import step as steps
+from shared.training.step import Step
 from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
 
-def build(name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    return model, optim.build(model, OptimConfig(optim=name, weight_decay=0.1, learning_rate=3e-4))
+def step_of(model, batches, targets=5, verdict=None, accelerator=None):
+    indices = np.arange(2 * len(batches)).reshape(-1, 2)
+    window = Window(MicroBatches(iter(batches)), targets, 4, epoch=0, epoch_samples=4, indices=indices)
+    strategy = Strategy(accelerator or launch.start(0))
+    return Step(strategy, [model], window, number=1, rate=0.1, verdict=verdict or (lambda *_: torch.tensor(True)))
 
 
-def state_of(model, optimizers):
-    """Copies of all tensors that an update could change."""
-    tensors = dict(model.named_parameters())
-    for i, optimizer in enumerate(optimizers):
-        for j, values in optimizer.state_dict()["state"].items():
-            tensors |= {f"{i}.{j}.{key}": value for key, value in values.items() if torch.is_tensor(value)}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def test_a_step_is_that_of_a_plain_loop(monkeypatch):
+    """On one of three processes that read different data, whose mean is taken."""
+    accelerator, model = launch.start(0), nn.Linear(2, 1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # a second a look
+    batches = [{"x": torch.randn(2, 2), "labels": torch.zeros(2, 3, dtype=torch.long)} for _ in range(2)]
+    seen, is_last, finite = [], [], [torch.tensor(True), torch.tensor(False), torch.tensor(True)]
+
+    def verdict(*seen_by_it):
+        seen.append(seen_by_it)
+        return finite[len(seen) - 1]
+
+    step, losses = step_of(model, batches, 5, verdict, accelerator), []
+    assert (step.grad_norm, step.finite, step.scale) == (None, None, 3 / 5)
+    for batch in step.micro_batches():
+        is_last.append(accelerator.sync_gradients)
+        losses.append(model(batch["x"]).sum())
+        step.backward(losses[-1])
+        step.log(twice=2 * losses[-1])
+    step.log_means(reward=1.0)
+    step.log_means(reward=2.0, length=3.0)
+    assert is_last == [False, True] and step.means == {"reward": 2.0, "length": 3.0}
+    assert step.sums == {"loss": losses, "twice": [2 * loss for loss in losses]}
+    assert (step.positions, step.waited) == (12, 2)
+    gradient = sum(batch["x"].sum(0) for batch in batches) * 3 / 5
+    torch.testing.assert_close(model.weight.grad[0], gradient)
+    norm = (gradient.square().sum() + (4 * 3 / 5) ** 2).sqrt()
+    torch.testing.assert_close(step.clip_gradients(0.5), norm)
+    torch.testing.assert_close(model.weight.grad[0], gradient * 0.5 / norm)
+    before, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=1.0)
+    step.update([optimizer])
+    torch.testing.assert_close(before - model.weight.detach(), (gradient * 0.5 / norm)[None])
+    torch.testing.assert_close(seen[0], (losses, norm, [[0, 1], [2, 3]]))
+    assert step.finite is finite[0]
+    for moves in (False, True):  # once more, not clipped
+        model(batches[0]["x"]).sum().backward()
+        before = model.weight.detach().clone()
+        step.update([optimizer])
+        torch.testing.assert_close(before - model.weight.detach(), batches[0]["x"].sum(0)[None] * moves)
+        assert seen[-1][1] == step.grad_norm > 1 and not step.finite
+    assert step_of(model, batches, 0, accelerator=accelerator).scale == 3  # no target
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_skipped_update_changes_nothing(name, bad_at=2):
-    strategy = Strategy(launch.start(0))
-    (model, optimizers), (other, others) = build(name), build(name)
-    inputs = torch.randn(5, 4, 8)
+def test_micro_batches_are_counted_by_their_targets_and_can_be_kept_or_replaced():
+    """A number, or a yes or no for each class, is one target a row."""
+    model, classes = nn.Linear(2, 1), torch.zeros(2, 3, dtype=torch.long)
+    batches = [{"labels": classes}, {"labels": classes.float()}, {"labels": classes, "row_labels": classes[:, 0]}]
+    step = step_of(model, batches)
+    assert step.batches == batches == step.batches == list(step.micro_batches()) and step.positions == 6 + 2 + 2
+    step = step_of(model, batches)
+    step.use(batches[:1] * 2, 7, [[4], [5]])
+    assert (step.positions, step.num_targets, step.indices) == (12, 7, [[4], [5]])
+    assert [batch is batches[0] for batch in step.micro_batches()] == [True, True]
+    assert step.strategy.accelerator.sync_gradients
 
-    def train(model, optimizers, batch, *, finite=True):
-        model(batch).square().mean().backward()
-        if not finite:
-            for parameter in model.parameters():
-                parameter.grad.fill_(torch.nan)
-        strategy.update(optimizers, torch.tensor(finite), torch.tensor(1.0))
-        assert all(parameter.grad is None for parameter in model.parameters())
 
-    for i, batch in enumerate(inputs):
-        if i == bad_at:
-            before = state_of(model, optimizers)
-            train(model, optimizers, batch, finite=False)
-            after = state_of(model, optimizers)
-            for key, value in before.items():
-                assert torch.equal(value, after[key]), key
-            assert len(before) > 6  # the optimizer's state, too
-        else:
-            train(model, optimizers, batch)
-            train(other, others, batch)
-    for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
-        assert torch.equal(one, two), key
+def test_gradients_are_reduced_in_the_last_micro_batch_alone(monkeypatch):
+    class Sharded(nn.Linear):
+        def set_requires_all_reduce(self, value):
+            reduced.append((self, value))
+
+    reduced, accelerator = [], launch.start(0)
+    plain, sharded = nn.Linear(1, 1), Sharded(1, 1)
+    monkeypatch.setattr(steps, "FSDPModule", Sharded)
+    monkeypatch.setattr(accelerator, "no_sync", lambda model: reduced.append((model, False)) or contextlib.nullcontext())
+    for last in (False, True):
+        with steps.reduced(accelerator, [plain, sharded], last=last):
+            assert accelerator.sync_gradients is last
+    assert reduced == [(plain, False), (sharded, False), (sharded, True)]
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
@@ -97,24 +136,6 @@ def test_skipped_updates_are_read_every_100_steps(monkeypatch, capsys):
     train(2, bad=(252,))
     with pytest.raises(guard.NonFiniteError, match=r"step 252: .* No weight was changed, and 2 steps had been skipped"):
         made.count_skipped()
-
-
-def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch):
-    accelerator = launch.start(0)
-    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
-    model, optimizers = build("muon")
-    for bad, scale in ((True, 4.0), (False, 8.0)):
-        accelerator.scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
-        if bad:
-            model[0].weight.grad[0, 0] = torch.inf  # of Muon's parameters; AdamW's gradients are finite
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for optimizer in optimizers:
-            accelerator.scaler.unscale_(optimizer)
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        Strategy(accelerator).update(optimizers, torch.tensor(True), norm)
-        same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
-        assert same == [bad] * 6
-        assert accelerator.scaler.get_scale() == scale
 
 
 def test_looking_for_a_size_leaves_running_statistics_as_they_are():
@@ -175,8 +196,8 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
     assert sorted(found) == sorted(logged + skips)
 
 
-def test_a_logged_loss_is_the_mean_of_the_steps_since_the_last(tmp_path, text_file):
-    given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
+def test_a_logged_loss_is_the_mean_of_the_steps_since_the_last(tmp_path, text_file, tiny_model):
+    given = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 16, "--global_batch_size", 8)
     given += ("--max_steps", 6, "--eval_steps", 100, "--save_steps", 100)
     run_here("pretrain", *given, "--logging_steps", 1, "--output_dir", tmp_path / "each")
     each = list(Run(tmp_path / "each", 0, "").losses.values())
