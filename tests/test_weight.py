@@ -36,17 +36,20 @@ FOLDERS = {
     "models": 24_100,
     # 2026-11-28: what of a step differs by launch came from training and run; shared rows (900)
     # 2026-11-29: fp32 weights beside bf16 ones, and DoRA, are one line
-    "parallel": 5_900,
+    # and the interface of what checkpoints keep
+    "parallel": 6_000,
     # start.py and cache_dir came from config, record_end from run
     # 2026-11-29: threads that sleep; ids of processes that have ended
     "process": 3_700,
     "rollouts": 3_300,  # 2026-11-28: answers that the model in training samples, for grpo.py
     # 2026-11-28: tuned.py came from dpo.py
     # 2026-11-29: checkpoints renamed, mixed or with a damaged manifest; runs that are copies; keys of references
-    "run": 18_400,
+    # and prepared.py, and parts that checkpoints keep, which know no other capability
+    "run": 18_900,
     # 2026-11-29: what all records give the template, prompts of pairs, marks of images; positions of padding
     "text": 21_500,
-    "training": 6_300,  # flags of replicas came from config; a step may take batches that the template made
+    # flags of replicas came from config; a step may take batches that the template made; what replicas keep, from checkpoint.py
+    "training": 6_400,
     "vision": 6_000,  # 2026-11-28: images in conversations
 }
 # With all that they import; each decides whether to compile. 2026-11-28: dpo, full_finetune and lora_finetune score answers;

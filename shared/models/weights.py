@@ -4,7 +4,7 @@ in.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import nn
 
 from shared.parallel import zero
 from shared.parallel.gradients import local_part, reshard
-from shared.parallel.kept import Kept, Read
+from shared.parallel.kept import Kept
 from shared.parallel.shards import whole
-from shared.process.printing import print_main
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
 
@@ -102,31 +101,11 @@ class WeightCopy(Kept):
         self.copies = {name: value.clone() for name, value in self.live.items()}
         self.buffers = {name: self.copies[name] for name in buffers}
 
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Be a copy of the model's present weights."""
-        for name, value in self.live.items():
-            self.copies[name].copy_(value)
-
     def after(self, step: int) -> None:
         """What is due after optimizer step `step`."""
 
     def tensors(self, step: int) -> dict[str, Any]:
         return self.copies
-
-    @torch.no_grad()
-    def average_in(self, decay: float) -> None:
-        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present.
-        Integers are taken over.
-        """
-        pairs = [
-            (local_part(self.copies[name]), local_part(value)) for name, value in self.live.items()
-        ]
-        floats = [pair for pair in pairs if pair[0].is_floating_point()]
-        torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
-        for copy, value in pairs:
-            if not copy.is_floating_point():
-                copy.copy_(value)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -146,26 +125,6 @@ class WeightCopy(Kept):
             theirs.copy_(mine)
             mine.copy_(kept)
         reshard(self.model)  # or a forward would go on with the gathered weights of the one before
-
-
-class MovingAverage(WeightCopy):
-    """The exponential moving average of a model's weights (`--ema_decay`)."""
-
-    def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float) -> None:
-        super().__init__(accelerator, model)
-        self.decay = decay
-
-    def after(self, step: int) -> None:
-        self.average_in(min(self.decay, step / (9 + step)))  # lower at first
-
-    def load(self, read: Read, saved: Set[str], step: int) -> None:
-        if saved:
-            return read(self.copies)
-        self.begin()
-        print_main(f"the moving average begins at the weights of step {step}")
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        return {name: b for name, b in self.buffers.items() if b.is_floating_point()}
 
 
 @contextlib.contextmanager

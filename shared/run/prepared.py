@@ -15,7 +15,7 @@ from shared.parallel.strategy import Strategy
 
 @dataclass
 class Prepared:
-    """The parts of a run.
+    """The parts of a run before its first step.
 
     Attributes:
         config: the template's, with what was chosen so far.
@@ -43,10 +43,8 @@ class Prepared:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
         return self.accelerator.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.accelerator.is_main_process

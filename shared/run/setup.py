@@ -21,7 +21,6 @@ from shared.config import parse as configs
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import compile_blocks
-from shared.models.weights import MovingAverage
 from shared.parallel.kept import Tensors
 from shared.parallel.strategy import Strategy
 from shared.parallel.zero import strategy_of
@@ -37,6 +36,7 @@ from shared.run.prepared import Prepared
 from shared.run.rehearsal import Rehearsal
 from shared.run.run import Run
 from shared.run.state import better
+from shared.run.trained import MovingAverage
 from shared.training import defaults, optim
 
 # Rows of the summary that only summary.txt has.
@@ -60,13 +60,6 @@ class Setup(Prepared):
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
         strategy: makes the Strategy.
-
-    Attributes:
-        config: with what was chosen so far.
-        accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank
-            0.
-        strategy: how processes share the training.
-        dir: the run's folder.
     """
 
     def __init__(

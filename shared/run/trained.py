@@ -1,12 +1,15 @@
-"""What every checkpoint holds: trained weights, the optimizers' state, the models' buffers."""
+"""What checkpoints hold: trained weights, the optimizers' state, the models' buffers, a moving
+average.
+"""
 
 from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from shared.models.weights import persistent_buffers
+from shared.models.weights import WeightCopy, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
 from shared.parallel.kept import Kept, Read
 from shared.process.printing import print_main
@@ -89,6 +92,46 @@ class Buffers(Kept):
 
     def tensors(self, step: int) -> dict[str, Any]:
         return self.buffers
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        return {name: b for name, b in self.buffers.items() if b.is_floating_point()}
+
+
+class MovingAverage(WeightCopy):
+    """The exponential moving average of a model's weights (`--ema_decay`)."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float) -> None:
+        super().__init__(accelerator, model)
+        self.decay = decay
+
+    def after(self, step: int) -> None:
+        self.average_in(min(self.decay, step / (9 + step)))  # lower at first
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Be a copy of the model's present weights."""
+        for name, value in self.live.items():
+            self.copies[name].copy_(value)
+
+    @torch.no_grad()
+    def average_in(self, decay: float) -> None:
+        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present.
+        Integers are taken over.
+        """
+        pairs = [
+            (local_part(self.copies[name]), local_part(value)) for name, value in self.live.items()
+        ]
+        floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
+        for copy, value in pairs:
+            if not copy.is_floating_point():
+                copy.copy_(value)
+
+    def load(self, read: Read, saved: Set[str], step: int) -> None:
+        if saved:
+            return read(self.copies)
+        self.begin()
+        print_main(f"the moving average begins at the weights of step {step}")
 
     def statistics(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self.buffers.items() if b.is_floating_point()}

@@ -6,12 +6,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.models.weights import MovingAverage, WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.parallel.kept import Tensors
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import find
 from shared.run.state import TrainState
+from shared.run.trained import MovingAverage
 from shared.training import optim
 from tests.conftest import SmallConfig
 from tests.run.test_checkpoint import setup_of
@@ -92,7 +93,7 @@ def test_a_copy_holds_what_is_trained_and_the_buffers(accelerator, model):
 
 @pytest.mark.parametrize("decays", [[0.1, 0.5, 0.75, 0.99, 0.999], [1.0]])
 def test_the_average_is_that_of_a_loop(accelerator, model, decays):
-    copy = WeightCopy(accelerator, model)
+    copy = MovingAverage(accelerator, model, 1.0)
     expected = {name: value.double() for name, value in copy.copies.items()}
     for step, decay in enumerate(decays):
         change(model, step)

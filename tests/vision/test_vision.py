@@ -246,7 +246,9 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
     base = models("qwen2_5_vl")
     flags = (*BASE, "--train_file", many, "--validation_file", many, "--model_name_or_path", base)
     flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3)
-    result = run("lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2", env={"TESTS_PAINT": "1"})
+    result = run(
+        "lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2", env={"TESTS_PAINT": "1"}
+    )
     rows = [json.loads(line) for line in (result.folder / "answers.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] == 2]
     assert len(rows) == 5 and (result.folder / "answers.png").stat().st_size > 10_000
