@@ -130,7 +130,7 @@ def test_a_feature_that_a_strategy_lacks_is_refused():
     strategy.title, strategy.lacks = "sharding", frozenset(["a second model"])
     with pytest.raises(ConfigError, match=r"^a second model does not work with sharding$"):
         strategy.require("a second model")
-    assert (strategy.can_skip, strategy.scatter({}, 0, None), strategy.gather({}, 0)) == (True, False, None)
+    assert (strategy.can_skip, strategy.kept(), strategy.engine({})) == (True, {}, None)
 
 
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU", "FSDP", "NO"])

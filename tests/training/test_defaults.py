@@ -87,9 +87,11 @@ def compile_errors():
 def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Setup, list]:
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of("pretrain", *argv)
-    own.device, compiled = device, []
+    compiled: list = []
     own._found = None if before is None else (None, {"settings": {"torch_compile": before}})
-    own.accelerator = SimpleNamespace(distributed_type="NO", unwrap_model=lambda model: model)  # type: ignore[assignment]
+    own.accelerator = SimpleNamespace(  # type: ignore[assignment]
+        distributed_type="NO", device=device, unwrap_model=lambda model: model
+    )
     own.strategy = strategy_of(own.accelerator)
     return own, compiled
 
