@@ -274,6 +274,8 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
     assert [record["text"] for source in (train, validation) for _, record in source.read()] == ["0", "1", "2"]
     streamed, _ = open_sources(config, demo=DEMO, streaming=True)
     assert list(streamed.read()) == list(train.read())
+    named = find(tmp_path / "c.jsonl.zst", tmp_path / "a.jsonl.gz")  # in the order in which they are named
+    assert [record["text"] for _, record in read_records(named)] == ["2", "0"]
     for name in ("a.tar.gz", "a.tgz", "a.zip", "a.jsonl.xz"):
         path = write(tmp_path, name, b"x")
         with pytest.raises(ConfigError, match=f"^{path}: an archive: unpack it first, and name what was in it$"):

@@ -139,11 +139,11 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
 def test_one_document_is_split_by_its_tail_whose_bytes_are_its_own(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 300 + "モデルが文を読む" * 20)
-    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=5)
-    train, validation, stated = corpus.open_splits(*folder, 16, 5)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=8)
+    train, validation, stated = corpus.open_splits(*folder, 16, 8)
     whole, _, num_bytes = stored(folder)
-    assert train.num_tokens + validation.num_tokens == len(whole) and "the last 5 % of the text" in stated
-    assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1)
+    assert train.num_tokens + validation.num_tokens == len(whole) and "the last 8 % of the text" in stated
+    assert validation.num_tokens == pytest.approx(0.08 * len(whole), abs=1)
     tail = whole[train.num_tokens :]
     assert validation[0]["input_ids"].tolist() == tail[:16].tolist()
     text = tokenizer.decode(tail, skip_special_tokens=True)
