@@ -84,12 +84,14 @@ def test_final_loads_with_from_pretrained(pipeline):
 
 
 @pytest.mark.slow
-def test_keeps_the_generation_settings_of_a_model_that_it_continues(pipeline, flags, tmp_path):
+def test_keeps_weights_and_generation_settings_of_a_model_that_it_continues(pipeline, flags, tmp_path):
     shutil.copytree(pipeline.folder / "final", tmp_path / "model")
     GenerationConfig(eos_token_id=[1, 2], max_new_tokens=7).save_pretrained(tmp_path / "model")
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
     given += ["--model_name_or_path", tmp_path / "model", "--per_device_train_batch_size", 4, "--max_steps", 1]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2)
+    # Its weights, too: the first evaluation is the last of the run that made them.
+    assert done.each("eval_loss")[0] == pytest.approx(pipeline.last("eval_loss"), rel=1e-5)
     kept = GenerationConfig.from_pretrained(done.folder / "final")
     assert (kept.eos_token_id, kept.max_new_tokens) == ([1, 2], 7)
 
