@@ -107,17 +107,9 @@ class WeightCopy(Kept):
     def tensors(self, step: int) -> dict[str, Any]:
         return self.copies
 
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Let the model have these weights, and this copy the model's, until the block ends."""
-        self.swap()
-        try:
-            yield
-        finally:
-            self.swap()
-
     @torch.no_grad()
     def swap(self) -> None:
+        """Let the model have these weights, and this copy the model's."""
         for name, value in self.live.items():
             mine = local_part(self.copies[name])
             theirs = local_part(value)
@@ -133,12 +125,15 @@ def evaluation_weights(
 ) -> Iterator[None]:
     """Give the model its `other` weights, if there are any, and the mean of all ranks' BatchNorm
     statistics. Every rank calls this; afterwards all is as before."""
-    with other.swapped_in() if other else contextlib.nullcontext():
-        buffers = persistent_buffers(model)
-        own = {name: buffer.clone() for name, buffer in buffers.items()}
+    if other:
+        other.swap()
+    buffers = persistent_buffers(model)
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
         average_buffers(accelerator, buffers)
-        try:
-            yield
-        finally:
-            for name, value in own.items():
-                buffers[name].copy_(value)
+        yield
+    finally:
+        for name, value in own.items():
+            buffers[name].copy_(value)
+        if other:
+            other.swap()

@@ -1,6 +1,7 @@
 """What checkpoints hold of a run: the interface between its parts and the checkpointer."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ class Kept:
     resume. Every rank calls its methods alike. `step`: optimizer steps done.
     """
 
+    # Of `tensors`, a model's buffers. Floating-point ones are statistics of the samples that a rank
+    # saw, as BatchNorm's: their mean is saved, and each rank's for a resume on as many ranks.
+    buffers: Mapping[str, torch.Tensor] = {}
+
     def tensors(self, step: int) -> dict[str, Any]:
         """The live tensors by name."""
         return {}
@@ -27,18 +32,13 @@ class Kept:
         """
         read(self.tensors(step))
 
-    def statistics(self) -> dict[str, torch.Tensor]:
-        """Of `tensors`, those that each rank has of the samples that it saw, as BatchNorm's are.
-        Their mean is saved, and each rank's own for a resume on as many ranks.
-        """
-        return {}
 
-
+@dataclass
 class Tensors(Kept):
     """Tensors that are changed in place."""
 
-    def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        self.named = named
+    named: dict[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, step: int) -> dict[str, Any]:
         return self.named

@@ -6,6 +6,7 @@ or in one process.
 """
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,12 +98,12 @@ class DeepSpeed(Strategy):
         return Engine(self.accelerator, trainable)
 
 
+@dataclass
 class Engine(Kept):
     """Weights and moments, read out of DeepSpeed's engine and put into it, by parameter."""
 
-    def __init__(self, accelerator: Accelerator, trainable: Mapping[str, nn.Parameter]) -> None:
-        self.accelerator = accelerator
-        self.trainable = trainable
+    accelerator: Accelerator
+    trainable: Mapping[str, nn.Parameter]
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Whole, in the main rank's memory; empty on the others."""

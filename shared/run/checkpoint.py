@@ -85,15 +85,16 @@ class Checkpointer:
                 )
 
     def _to_save(self, step: int) -> dict[str, torch.Tensor]:
-        """All tensors by name. What all ranks share has its own name. What a rank has alone begins
-        with `rankN.`: it is read back if as many ranks resume, else the shared value is.
+        """All tensors by name. Per-rank tensors are named `rankN.…`; they are restored only on the
+        same number of ranks, otherwise every rank gets the shared value.
         """
         tensors: dict[str, torch.Tensor] = {}
-        statistics: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for prefix, kept in self.kept.items():
             tensors |= _named(prefix, kept.tensors(step))
-            statistics |= _named(prefix, kept.statistics())
+            buffers |= _named(prefix, kept.buffers)
         if self.accelerator.num_processes > 1 and not self.strategy.apart:
+            statistics = {name: b for name, b in buffers.items() if b.is_floating_point()}
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in statistics.items()}
             average_buffers(self.accelerator, mean)
@@ -285,9 +286,9 @@ class Checkpointer:
         of_rank = saved if as_many and not self.strategy.apart else ()
 
         def fill(prefix: str, tensors: dict[str, torch.Tensor]) -> None:
-            tensors = _named(prefix, tensors)
             tensors = {
-                own + name if own + name in of_rank else name: t for name, t in tensors.items()
+                own + name if own + name in of_rank else name: t
+                for name, t in _named(prefix, tensors).items()
             }
             problem = ""
             try:

@@ -45,7 +45,7 @@ class Logger:
     alike.
 
     Args:
-        prepared: of the run.
+        prepared: the run.
         state: resumed or new; a tracker's run id is put into it.
         total_steps: optimizer steps of the whole run.
         flops: floating-point operations of forward and backward for one token or image, for MFU;

@@ -13,7 +13,7 @@ from shared.parallel.kept import Kept
 from shared.parallel.strategy import Strategy
 
 
-@dataclass
+@dataclass(eq=False, repr=False)  # its config may hold secrets
 class Prepared:
     """The parts of a run before its first step.
 
@@ -22,6 +22,7 @@ class Prepared:
         name: of the template, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
         accelerator, strategy: Accelerate's object; how processes share the training.
+        device, is_main: this rank's device, whether this is rank 0.
         dir: the run's folder.
         models: as prepared, by name; final/ is made of "model".
         optimizers: as prepared.

@@ -79,6 +79,7 @@ class Setup(Prepared):
         )
         super().__init__(config, name, unit, accelerator, strategy(accelerator))
         self._chosen: list[str] = []
+        self._extra: dict[str, torch.Tensor] = {}
         self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
         # preprocessing makes no run folder, and compiles nothing
         if not getattr(config.data, "preprocess_only", False):
@@ -148,12 +149,12 @@ class Setup(Prepared):
             model, optimizers = self.strategy.prepare(model, optimizers, options)
         self.models[name] = model
         self.optimizers += optimizers
-        if name == "model":
+        decay = self.config.evaluation.ema_decay
+        if name == "model" and decay:
+            self.strategy.require("--ema_decay")
+            self.average = self.kept["ema."] = MovingAverage(self.accelerator, model, decay)
+        elif name == "model":
             self.average = self.strategy.average
-            if decay := self.config.evaluation.ema_decay:
-                self.strategy.require("--ema_decay")
-                self.average = MovingAverage(self.accelerator, model, decay)
-                self.kept["ema."] = self.average
         return model, optimizers
 
     def compile(
@@ -202,7 +203,8 @@ class Setup(Prepared):
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume."""
         self.strategy.require("Setup.keep")
-        self.kept[f"extra.{name}."] = Tensors(tensors)
+        self._extra |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self.kept["extra."] = Tensors(self._extra)
 
     def rehearse(
         self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1

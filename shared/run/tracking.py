@@ -37,7 +37,7 @@ class Tracker:
     on without it. Every rank may make one and call it; the main rank acts.
 
     Args:
-        prepared: of the run.
+        prepared: the run.
         state: W&B's run id is put into it.
     """
 

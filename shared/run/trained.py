@@ -3,6 +3,7 @@ average.
 """
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from shared.models.weights import WeightCopy, persistent_buffers
 from shared.parallel.gradients import local_part, reshard
-from shared.parallel.kept import Kept, Read
+from shared.parallel.kept import Kept, Read, Tensors
 from shared.process.printing import print_main
 from shared.run.prepared import Prepared
 from shared.training import optim
@@ -19,8 +20,8 @@ from shared.training.low_memory import state_tensors
 
 
 def kept_of(prepared: Prepared) -> dict[str, Kept]:
-    """All that checkpoints hold of a run, by prefix. Every rank calls this, with all models
-    prepared.
+    """All that checkpoints hold of a run, by prefix, in the order of loading: an average may begin
+    at the weights that were loaded. Every rank calls this, with all models prepared.
 
     Replicas that train apart (--sync_every) each have weights, state and buffers of their own.
     """
@@ -37,10 +38,11 @@ def kept_of(prepared: Prepared) -> dict[str, Kept]:
         buffers |= {prefix + n: buffer for n, buffer in persistent_buffers(whole).items()}
     own = strategy.prefix
     trained = strategy.engine(trainable) or Trained(trainable, prepared.optimizers, bool(own))
-    kept = {own: trained, f"{own}model.": Buffers(buffers)}
+    kept = {own: trained, f"{own}model.": Tensors(buffers, buffers)}
     return kept | strategy.kept() | prepared.kept
 
 
+@dataclass
 class Trained(Kept):
     """Trained weights, and the optimizers' state.
 
@@ -49,13 +51,12 @@ class Trained(Kept):
         local: save this rank's shards as whole tensors: no other rank has the same ones.
     """
 
-    def __init__(
-        self, trainable: Mapping[str, nn.Parameter], optimizers: list[Any], local: bool
-    ) -> None:
-        self.trainable = trainable
-        self.optimizers = optimizers
-        self.local = local
-        self.name_of = {p: name for name, p in trainable.items()}
+    trainable: Mapping[str, nn.Parameter]
+    optimizers: list[Any]
+    local: bool
+
+    def __post_init__(self) -> None:
+        self.name_of = {p: name for name, p in self.trainable.items()}
 
     def tensors(self, step: int) -> dict[str, Any]:
         own = {f"model.{name}": p.detach() for name, p in self.trainable.items()}
@@ -84,19 +85,6 @@ class Trained(Kept):
         read(self.tensors(step))
 
 
-class Buffers(Kept):
-    """The models' persistent buffers, of which floating-point ones are BatchNorm's statistics."""
-
-    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
-        self.buffers = buffers
-
-    def tensors(self, step: int) -> dict[str, Any]:
-        return self.buffers
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        return {name: b for name, b in self.buffers.items() if b.is_floating_point()}
-
-
 class MovingAverage(WeightCopy):
     """The exponential moving average of a model's weights (`--ema_decay`)."""
 
@@ -106,12 +94,6 @@ class MovingAverage(WeightCopy):
 
     def after(self, step: int) -> None:
         self.average_in(min(self.decay, step / (9 + step)))  # lower at first
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Be a copy of the model's present weights."""
-        for name, value in self.live.items():
-            self.copies[name].copy_(value)
 
     @torch.no_grad()
     def average_in(self, decay: float) -> None:
@@ -130,8 +112,5 @@ class MovingAverage(WeightCopy):
     def load(self, read: Read, saved: Set[str], step: int) -> None:
         if saved:
             return read(self.copies)
-        self.begin()
+        self.average_in(0)
         print_main(f"the moving average begins at the weights of step {step}")
-
-    def statistics(self) -> dict[str, torch.Tensor]:
-        return {name: b for name, b in self.buffers.items() if b.is_floating_point()}

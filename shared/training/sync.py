@@ -5,7 +5,8 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,13 +166,14 @@ class Replicas(Strategy):
             work.wait()
         return total
 
-    def make_room(self, parts: Sequence[int]) -> None:
-        """Let these fragments, and no others, be on their way."""
-        device = self.accelerator.device
+    def make_room(self, saved: Set[str]) -> None:
+        """Let the fragments that a checkpoint has, and no others, be on their way."""
         self.flights = {}
-        for part in sorted(parts):
-            size = sum(own.numel() for own, _, _ in self._pairs(part))
-            self.flights[part] = torch.zeros(size, dtype=self.dtype, device=device), None
+        for part in range(len(self.fragments)):
+            if str(part) in saved:
+                size = sum(own.numel() for own, _, _ in self._pairs(part))
+                room = torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
+                self.flights[part] = room, None
 
     def _apply(self, part: int, alpha: float) -> None:
         # without a delay it is applied already; and if the run was prolonged, at the former end
@@ -199,15 +201,15 @@ class Replicas(Strategy):
         }
 
 
+@dataclass
 class Flights(Kept):
     """What is on its way to this rank, by number of the fragment."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self.replicas = replicas
+    replicas: Replicas
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         return {str(part): self.replicas.landed(part) for part in self.replicas.flights}
 
     def load(self, read: Read, saved: Set[str], step: int) -> None:
-        self.replicas.make_room([int(part) for part in saved])
+        self.replicas.make_room(saved)
         read(self.tensors(step))

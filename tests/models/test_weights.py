@@ -1,17 +1,21 @@
 """A second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.models.weights import WeightCopy, average_buffers, evaluation_weights, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.parallel.kept import Tensors
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import find
+from shared.run.setup import Setup
 from shared.run.state import TrainState
+from shared.run.tensors import saved_tensors
 from shared.run.trained import MovingAverage
 from shared.training import optim
 from tests.conftest import SmallConfig
@@ -125,7 +129,7 @@ def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerat
     model.eval()
     for _ in range(2):
         try:
-            with copy.swapped_in():
+            with evaluation_weights(accelerator, model, copy):
                 assert_equal(state(model), old)
                 assert_equal(copy.copies, {name: new[name] for name in copy.copies})
                 if fails:
@@ -196,6 +200,22 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
     assert_equal(again[2].copies, run[2].copies)
     assert not torch.equal(again[2].copies["layers.0.weight"], state(again[0])["layers.0.weight"])
     assert again[3].tolist() == run[3].tolist() == [15.0] * 3
+
+
+def test_tensors_that_are_kept_in_two_calls_are_all_saved_and_loaded(tmp_path):
+    *_, saver = begin(tmp_path / "run")
+    first, second = torch.ones(2), torch.arange(3.0)
+    own = SimpleNamespace(strategy=saver.strategy, kept=saver.kept, _extra={})
+    Setup.keep(own, "seen", {"a": first})
+    Setup.keep(own, "seen", {"b": second})
+    saver.save(TrainState(step=1))
+    assert {name for name in saved_tensors(saver.run_dir / "checkpoint-000001") if "extra" in name} == {
+        "extra.seen.a",
+        "extra.seen.b",
+    }
+    first.zero_(), second.zero_()
+    saver.resume(find(saver.run_dir, None))
+    assert first.tolist() == [1, 1] and second.tolist() == [0, 1, 2]
 
 
 def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, capsys):
