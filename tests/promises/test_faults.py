@@ -208,9 +208,9 @@ def assert_stopped(stopped, folder, step):
         slow(
             {
                 "micro_batch:term@1#1": 2,  # nothing waits for the device after step 1: agreed on in the next
-                "micro_batch:term@6#1,update:term@3#1": 5,  # twice
-                "micro_batch:term@4#1,save.manifest:kill@2": 6,  # too slow: killed in the save that the signal asked for
-                "micro_batch:term@4#1": 8,  # in the last step
+                "micro_batch:term@4#1,update:term@2#1": 4,  # twice
+                "micro_batch:term@4#1,save.manifest:kill": 4,  # too slow: killed in the save that the signal asked for
+                "micro_batch:term@8#1": 8,  # in the last step
             }
         ),
     ],
