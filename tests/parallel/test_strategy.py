@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shared.config.options import OptimConfig
+from shared.data.order import seed_all
+from shared.parallel import sharding
 from shared.parallel.gradients import end_step, gradient_norm, keeps_gradients, reshard
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
@@ -226,3 +228,22 @@ def test_weights_that_a_forward_gathered_are_dropped(one_rank):
     assert state_is_unsharded(model[0])
     reshard(model)
     assert not state_is_unsharded(model[0])
+
+
+@pytest.mark.parametrize(
+    ("readers", "of_a_row", "noises"), [(4, 1, [0, 1, 2, 3]), (2, 1, [0, 0, 1, 1]), (2, 2, [0, 1, 2, 3]), (1, 1, [0] * 4)]
+)
+def test_ranks_that_compute_other_tokens_draw_other_noise_and_those_of_one_model_the_same(
+    monkeypatch, readers, of_a_row, noises
+):
+    """DDP, tensor parallelism, ranks that share rows; all four hold one model."""
+    monkeypatch.setattr(ranks, "data_parallel_size", lambda: readers)
+    monkeypatch.setattr(ranks, "sequence_ranks", lambda: of_a_row)
+    masks = []
+    for rank in range(4):
+        accelerator = SimpleNamespace(process_index=rank, num_processes=4)
+        seed_all(0, 5, sharding.draws_rank(accelerator))
+        masks.append(nn.functional.dropout(torch.ones(64)))
+    for one in range(4):
+        for other in range(4):
+            assert masks[one].equal(masks[other]) == (noises[one] == noises[other])
