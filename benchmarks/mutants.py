@@ -113,7 +113,7 @@ class Trace:
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         self.called: set[str] = set()
-        self.launches, self.began = False, time.process_time()
+        self.launches, self.began = False, (time.process_time(), time.monotonic())
         sys.setprofile(self.look)
         threading.setprofile(self.look)
 
@@ -131,7 +131,9 @@ class Trace:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         sys.setprofile(None)
-        took = time.process_time() - self.began  # where others compute, too, seconds tell little
+        # processor time, as others may compute, too; but launched processes have their own
+        clocks = (time.process_time(), time.monotonic())
+        took = clocks[self.launches] - self.began[self.launches]
         self.tests[nodeid] = {"called": sorted(self.called), "launches": self.launches, "seconds": took}
 
     def pytest_sessionfinish(self) -> None:
