@@ -227,10 +227,10 @@ def language_loop(
 
     assert compiled == any(module._compiled_call_impl for module in model.modules())
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
-    tokens, notes = len(Tokenizer(size)), []
+    notes = []
     if "cu_seqlens" in batches[0] and not masked:
-        notes.append(isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"]))[1])
-    if fused and not (word := fuse_head(accelerator, loop.model, tokens, compiled=compiled)).startswith("fused"):
+        notes.append(isolate_documents(loop.model, accelerator.device, len(batches[0]["input_ids"]))[1])
+    if fused and not (word := fuse_head(accelerator, loop.model, compiled=compiled)).startswith("fused"):
         notes.append(f"loss {word}")
     said = {"strategy": type(loop.model).__name__}
     return loop, said | ({"note": "; ".join(notes)} if notes else {})

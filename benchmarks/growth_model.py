@@ -50,7 +50,7 @@ def head(options: argparse.Namespace) -> Row:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"] if saved else ["lm_head"], **saved))
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = how if how == "fp16" else "no"
-    said = "whole" if how == "whole logits" else fuse_head(accelerator, model, VOCAB)
+    said = "whole" if how == "whole logits" else fuse_head(accelerator, model)
 
     def train(tokens: int) -> None:
         ids = torch.randint(0, VOCAB, (1, tokens))

@@ -219,7 +219,7 @@ def project_loop(options: argparse.Namespace) -> Row:
         sharding.share(setup.accelerator),
         per_device=ROWS,
     )
-    run = setup.start(loader, fingerprint="ready", total_steps=never)
+    run = setup.start(loader, None, fingerprint="ready", steps=never)
     if options.parts:
         timed(runs, "seed_all", "seeds", before="next window")
         timed(optim, "set_learning_rate", "learning rate")

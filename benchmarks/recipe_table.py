@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     prepared, optimizers = strategy.prepare(whole.train(), optim.build(whole, options), options)
     rows = args.rows // accumulation
     if args.model == "llama":
-        lm_loss.fuse_head(accelerator, prepared, args.vocab)
+        lm_loss.fuse_head(accelerator, prepared)
         tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
         batch = {"input_ids": tokens, "labels": tokens}
     else:

@@ -14,7 +14,6 @@ arXiv 2310.12036. Robust DPO: Chowdhury et al., arXiv 2403.00409. SimPO: Meng et
 2405.14734. ORPO: Hong et al., arXiv 2403.07691.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,7 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
 
-DEMO_STEPS = 40  # about two minutes on two CPU cores
+DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CPU cores
 DEMO_SAMPLES = 800
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 REFERENCE_FREE = ("simpo", "orpo")
@@ -97,24 +96,31 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.answers.answers import log_answers
-from shared.answers.scores import exact_match, token_f1
-from shared.models import attention, sequence_parallel
-from shared.models.counts import count_parameters, flops_per_token
-from shared.models.loss import fuse_head, log_probabilities
+from shared.answers.scores import like_reference
+from shared.data.order import Batch
+from shared.models import sequence_parallel
+from shared.models.counts import flops_per_token
+from shared.models.loss import TokenLoss, log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
-from shared.run.reference import add_reference, identity_of_start
+from shared.run.reference import Start, add_reference, identity_of_start
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.run.tuned import load_tuned, save_tuned
-from shared.text.loaders import ChatData, choose_packing
-from shared.text.preferences import build_loaders, read_pairs
-from shared.training import defaults, optim
+from shared.text.loaders import ChatData
+from shared.text.preferences import Pairs, arrange, read_pairs
+from shared.training import optim
+
+# How good an answer is, for --eval_answers: (answer, record) -> numbers by name, logged as
+# eval_NAME. Put your own function here: docs/logging.md, Scores of answers.
+score = like_reference
 
 
-def build_model(setup: Setup, tokenizer: Any) -> nn.Module:
+def build_model(setup: Setup, tokenizer: Any, train: Pairs) -> nn.Module:
     """The frozen base with trainable adapters; with --full all weights. Without dropout."""
-    return load_tuned(setup, tokenizer, setup.config.data.seq_length)
+    model = load_tuned(setup, tokenizer, setup.config.data.seq_length)
+    setup.flops = flops_per_token(model, train.samples.context)
+    return model
 
 
 def losses_and_rewards(
@@ -152,161 +158,107 @@ def losses_and_rewards(
     return -F.logsigmoid(margins), rewards  # arXiv 2305.18290, equation 7
 
 
-def preference_loss(
-    config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None
-) -> torch.Tensor:
-    """The loss summed over this micro-batch's pairs. Both answers of all pairs go forward
-    together.
-    """
-    lengths = batch["lengths"]
-    policy = log_probabilities(model, batch, batch["answers"], lengths.numel()).view(-1, 2)
-    losses, rewards = losses_and_rewards(config, policy, batch["reference"], lengths.clamp(min=1))
-    counts = lengths[:, 0] > 0  # not the rows that fill up a smaller last batch
-    if log is not None:
-        margins = rewards[:, 0] - rewards[:, 1]
-        values = {
-            "rewards/chosen": rewards[:, 0],
-            "rewards/rejected": rewards[:, 1],
-            "rewards/margins": margins,
-        }
-        # a tie counts half, as before the first step
-        values |= {"rewards/accuracies": (margins.sign() + 1) / 2}
-        values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
-        log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
-    return (losses * counts).sum()
-
-
-def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """How good an answer is: numbers by name. With --eval_answers, their means are logged as
-    eval_NAME. Edit it for your task.
+class PreferenceLoss(TokenLoss):
+    """The loss summed over a micro-batch's pairs.
 
     Args:
-        record: the texts `prompt` and `reference` (the chosen answer), and the columns of the data
-            that are not learned.
+        config: the template's.
+        model: prepared.
+        start: of the model, see `identity_of_start`.
+        pairs: to train on, and to validate on.
     """
-    reference = record["reference"]
-    return {
-        "exact_match": exact_match(answer, reference),
-        "token_f1": token_f1(answer, reference),
-    }
+
+    def __init__(self, config: Config, model: Any, start: Start, *pairs: Pairs) -> None:
+        super().__init__(model)
+        self.config = config
+        self.start = start
+        self.pairs = pairs
+
+    def begin(self, setup: Setup) -> None:
+        """Fuse the head, and compute what the reference says: the model has its first weights."""
+        super().begin(setup)
+        if self.config.loss_type in REFERENCE_FREE:
+            return
+        told = [add_reference(setup, self.model, pairs, self.start) for pairs in self.pairs]
+        whose = self.config.adapter.adapter_name_or_path or "the model"
+        setup.details["reference"] = (
+            f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
+        )
+
+    def __call__(self, batch: Batch, *, log: Any = None) -> torch.Tensor:
+        """Both answers of all pairs go forward together."""
+        lengths = batch["lengths"]
+        count = lengths.numel()
+        policy = log_probabilities(self.model, batch, batch["answers"], count).view(-1, 2)
+        losses, rewards = losses_and_rewards(
+            self.config, policy, batch["reference"], lengths.clamp(min=1)
+        )
+        counts = lengths[:, 0] > 0  # not the rows that fill up a smaller last batch
+        if log is not None:
+            margins = rewards[:, 0] - rewards[:, 1]
+            values = {
+                "rewards/chosen": rewards[:, 0],
+                "rewards/rejected": rewards[:, 1],
+                "rewards/margins": margins,
+            }
+            # a tie counts half, as before the first step
+            values |= {"rewards/accuracies": (margins.sign() + 1) / 2}
+            values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
+            log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
+        return (losses * counts).sum()
 
 
-def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
+def evaluate(run: Run, loss: PreferenceLoss, data: ChatData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation
     pairs, each counted once, and the scores of answers to some prompts.
     """
-    config = run.config
     sums: dict[str, Any] = {}
 
     def add(**values: torch.Tensor) -> None:
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + value
 
-    with run.evaluating(model):
-        loss = run.mean_loss(data.validation, partial(preference_loss, config, model, log=add))
+    with run.evaluating(loss.model):
+        mean = run.mean_loss(data.validation, partial(loss, log=add))
         pairs = len(data.validation.samples)
         accuracy, margin = (
             run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins")
         )
-        values = {"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin}
-        scores = log_answers(run, model, data.held_out, tokenizer, score)
+        values = {"eval_loss": mean, "eval_accuracy": accuracy, "eval_margin": margin}
+        scores = log_answers(run, loss.model, data.held_out, tokenizer, score)
         run.log_evaluation(values | scores)
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "dpo", unit="pairs", strategy=sequence_parallel.strategy_of)
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
-    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
-        config = setup.set_defaults("the demo's model", learning_rate=1e-3)
+    setup = Setup(config, "dpo", unit="pairs", demo=DEMO, strategy=sequence_parallel.strategy_of)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(setup, tokenizer)
-    width = defaults.width(model)
-    what = "all weights" if config.full else "LoRA"
-    rate = defaults.preference_rate(width, full=config.full)
-    config = setup.set_defaults(f"preferences, {what}, width {width}", learning_rate=rate)
-    (trained, parameters) = count_parameters(model)
-    flops = flops_per_token(model, train.samples.context)
+    model = build_model(setup, tokenizer, train)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
-
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, setup.device)
-    fitting = defaults.batch_and_epochs(
-        config.batch, len(train), len(train), most=16, least=8, epochs=1
-    )
-    config = setup.set_defaults(f"{len(train):,} pairs", **fitting)
-    data = build_loaders(
-        train, held_out, config.data, config.batch, setup.accelerator, packed=packed
-    )
-    steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    reference = "none"
-    # the model is at its start here, also in a run that continues
-    if config.loss_type not in REFERENCE_FREE:
-        options = {
-            "seq_length": config.data.seq_length,
-            "per_device": config.batch.per_device_eval_batch_size,
-        }
-        told = [
-            add_reference(setup.accelerator, model, pairs, start, **options)
-            for pairs in (train, held_out)
-        ]
-        whose = config.adapter.adapter_name_or_path or "the model"
-        reference = (
-            f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
-        )
-    loss_of = partial(preference_loss, config, model)
-    config = setup.rehearse(data.train, loss_of)  # --find_batch_size, --dress_rehearsal
-    about = {
-        "data": data.about,
-        "model": f"{config.model_name_or_path}, {parameters:,} parameters"
-        + ", base in 4 bits" * config.adapter.load_in_4bit,
-        "reference": reference,
-    }
-    about |= {
-        "attention": attention.describe(setup.accelerator.unwrap_model(model)),
-        "packing": packing,
-        "log-probabilities": head,
-        "trained": f"{trained:,} parameters ({trained / parameters:.2%})",
-    }
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        data.train,
-        fingerprint=f"{data.fingerprint} {start.weights}",
-        total_steps=steps,
-        makes="merged" if config.adapter.merge_adapter else "final",
-        samples="pairs",
-        flops=flops,
-        **about,
-    )
+    # on the device, sharded as the launch config says
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim))
+    # both answers of a pair in a row if the model keeps them apart; a batch and epochs that fit
+    data = arrange(setup, model, train, held_out)
+    loss = PreferenceLoss(config, model, start, train, held_out)
+    makes = "merged" if config.adapter.merge_adapter else "final"
+    # compiled and fused where that pays; from the newest checkpoint, if there is one
+    fingerprint = f"{data.fingerprint} {start.weights}"
+    run = setup.start(data.train, loss, fingerprint=fingerprint, makes=makes)
 
     if run.should_evaluate():
-        evaluate(run, model, data, tokenizer)
+        evaluate(run, loss, data, tokenizer)
     for step in run.steps():
         for batch in step.micro_batches():
-            # scaled from a sum to the mean over the global batch's pairs
-            step.backward(loss_of(batch, log=step.log))
+            step.backward(loss(batch, log=step.log))  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            evaluate(run, model, data, tokenizer)
+            evaluate(run, loss, data, tokenizer)
     run.load_best_weights()
-    title = "tuned on preferences"
-    end = data.held_out.end
-    save_tuned(run, model, tokenizer, title=title, about=data.about, end=end)
-    both = run.state.before, run.state.results
-    before, after = (
-        [values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both
-    )
-    run.close(
-        f"validation loss {before[0]:.4f} before, {after[0]:.4f} after training; accuracy "
-        f"{before[1]:.1%}, {after[1]:.1%}",
-        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl "
-        "and config.yaml beside it",
-    )
+    save_tuned(run, model, tokenizer, title="tuned on preferences", end=data.held_out.end)
+    what = "model" if config.full else "adapter"
+    files = f"{what} in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it"
+    run.close(run.change_of("loss", "accuracy"), files)
 
 
 if __name__ == "__main__":

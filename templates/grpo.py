@@ -13,7 +13,6 @@ rewards are left out, not sampled again, and by default there is no KL penalty. 
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +34,7 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
 
+DEMO = {"global_batch_size": 16, "max_steps": 60, "max_new_tokens": 3}
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 
 
@@ -89,21 +89,19 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from shared.answers.answers import log_answers
-from shared.answers.numbers import numbers_of
+from shared.answers.numbers import with_total
 from shared.answers.scores import numbers_in, solves
 from shared.data.order import Batch
-from shared.models.counts import count_parameters
-from shared.models.loss import fuse_head, target_log_probabilities
+from shared.models.loss import TokenLoss, target_log_probabilities
 from shared.models.tokenizers import load_tokenizer
-from shared.parallel import sharding
 from shared.rollouts.prompts import describe, fingerprint, read_prompts
-from shared.rollouts.rollouts import Rollouts
+from shared.rollouts.rollouts import Rollouts, prepare_rollouts
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.run.tuned import load_tuned, save_tuned
 from shared.text.chat import Conversations
-from shared.training import defaults, optim
+from shared.training import optim
 from shared.training.step import Step
 
 
@@ -114,13 +112,6 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     """
     right = record.get("answer", record.get("reference"))
     return {"correct": solves(answer, right), "format": 0.1 * bool(numbers_in(answer))}
-
-
-def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """What an evaluation logs: the reward and its parts."""
-    parts = numbers_of(rewards, answer, record)
-    total = {"reward": sum(parts.values())}
-    return total | parts | total  # reward is the sum, also where a part has its name
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
@@ -137,111 +128,94 @@ def advantages_of(config: Config, totals: torch.Tensor) -> torch.Tensor:
     return torch.where(totals.amax(1, True) > totals.amin(1, True), differences, 0.0)
 
 
-def policy_loss(config: Config, model: nn.Module, batch: Batch, log: Any = None) -> torch.Tensor:
-    """The loss summed over this micro-batch's tokens, weighted as --normalise says."""
-    reference = None
-    if config.kl_coef:  # first: it switches the adapters off and on again
-        with torch.no_grad(), extract_model_from_parallel(model).disable_adapter():
-            reference = target_log_probabilities(model, batch)
-    policy = target_log_probabilities(model, batch)
-    old = batch["old"] if config.updates_per_rollout > 1 else policy.detach()
-    ratio = (policy - old).exp()  # 1 in the first update, but with a gradient
-    gain = ratio * batch["advantages"]
-    least = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
-    losses = -torch.minimum(gain, least)
-    # the mean of minus log p over sampled tokens estimates the entropy
-    values = {"entropy": -old, "clipped": (gain > least).float()}
-    if reference is not None:
-        values["kl"] = (reference - policy).exp() - (reference - policy) - 1  # k3, Schulman 2020
-        # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
-        losses = losses + config.kl_coef * ratio * values["kl"]
-    if log is not None:
-        log(**{name: value.detach().sum() for name, value in values.items()})
-    return (losses * batch["weights"]).sum()
+class PolicyLoss(TokenLoss):
+    """The loss summed over a micro-batch's tokens, weighted as --normalise says.
+
+    Args:
+        config: the template's.
+        model: prepared.
+    """
+
+    def __init__(self, config: Config, model: Any) -> None:
+        super().__init__(model)
+        self.config = config
+
+    def __call__(self, batch: Batch, *, log: Any = None) -> torch.Tensor:
+        config = self.config
+        model = self.model
+        reference = None
+        if config.kl_coef:  # first: it switches the adapters off and on again
+            with torch.no_grad(), extract_model_from_parallel(model).disable_adapter():
+                reference = target_log_probabilities(model, batch)
+        policy = target_log_probabilities(model, batch)
+        old = batch["old"] if config.updates_per_rollout > 1 else policy.detach()
+        ratio = (policy - old).exp()  # 1 in the first update, but with a gradient
+        gain = ratio * batch["advantages"]
+        least = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high) * batch["advantages"]
+        losses = -torch.minimum(gain, least)
+        # the mean of minus log p over sampled tokens estimates the entropy
+        values = {"entropy": -old, "clipped": (gain > least).float()}
+        if reference is not None:
+            difference = reference - policy
+            values["kl"] = difference.exp() - difference - 1  # k3, Schulman 2020
+            # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
+            losses = losses + config.kl_coef * ratio * values["kl"]
+        if log is not None:
+            log(**{name: value.detach().sum() for name, value in values.items()})
+        return (losses * batch["weights"]).sum()
 
 
 def evaluate(run: Run, model: nn.Module, held_out: Conversations, tokenizer: Any) -> None:
     """Log the rewards of answers to validation prompts, decoded greedily."""
     with run.evaluating(model):
-        run.log_evaluation(log_answers(run, model, held_out, tokenizer, score))
+        run.log_evaluation(log_answers(run, model, held_out, tokenizer, with_total(rewards)))
 
 
-def build_rollouts(setup: Setup, train: Conversations, tokenizer: Any) -> Rollouts:
-    """What takes the place of a loader: prompts, and the answers that the model samples."""
-    config = setup.config
-    rollouts = Rollouts(config, train, tokenizer, sharding.share(setup.accelerator))
-    if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
-        setup.strategy.require("--updates_per_rollout")
-        setup.keep("rollout", rollouts.tensors)
-    return rollouts
-
-
-def train_step(run: Run, model: nn.Module, rollouts: Rollouts, step: Step) -> None:
+def train_step(run: Run, loss: PolicyLoss, rollouts: Rollouts, step: Step) -> None:
     """Sample and reward answers, unless those of the step before still count. Then one update."""
     config = run.config
     means: dict[str, float] = {}
     if rollouts.needs_answers(step.number):
-        totals, means = rollouts.sample(run, model, rewards)
+        totals, means = rollouts.sample(run, loss.model, rewards)
         advantages = advantages_of(config, totals)
         means["equal_groups"] = (~advantages.any(1)).float().mean().item()
         rollouts.tensors["advantages"].copy_(advantages.flatten())
     batches, tokens, prompts = rollouts.micro_batches(step.number, config.normalise)
     if config.updates_per_rollout > 1 and rollouts.needs_answers(step.number):
-        rollouts.note_old(model, batches)
+        rollouts.note_old(loss.model, batches)
     step.use(batches, tokens, prompts)
     step.log_means(**means)
     for batch in step.micro_batches():
-        step.backward(policy_loss(config, model, batch, step.log))
+        step.backward(loss(batch, log=step.log))
     step.clip_gradients(config.optim.max_grad_norm)
     step.update(run.optimizers)  # skipped on all ranks if loss or gradient is not finite
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "grpo")
-    if config.data.is_demo:
-        setup.set_defaults("the demo", global_batch_size=16, max_steps=60, max_new_tokens=3)
-    if config.model_name_or_path == str(demo.MODEL):  # stays, as it is set first
-        setup.set_defaults("the demo's model", learning_rate=1e-3)
-    config = setup.set_defaults("answers", max_new_tokens=512)
+    setup = Setup(config, "grpo", demo=DEMO)
+    setup.set_defaults("answers", max_new_tokens=512)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_prompts(config.data, tokenizer)
+    setup.about["data"] = describe(train, held_out, config.data)
     model = build_model(setup, tokenizer, train)
-    trained, parameters = count_parameters(model)
-    width = defaults.width(model)
-    rate = defaults.preference_rate(width, full=config.full)
-    setup.set_defaults(f"rewards, width {width}", learning_rate=rate)
-    fitting = defaults.for_prompts(config.batch, len(train))
-    config = setup.set_defaults(f"{len(train):,} prompts", **fitting)
-    model, _ = setup.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    rollouts = build_rollouts(setup, train, tokenizer)
-    steps = config.batch.total_steps(rollouts.steps_per_epoch)
-    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    config = setup.rehearse(rollouts, partial(policy_loss, config, model))  # if a flag asks
-    about = describe(train, held_out, config.data)
-    run = setup.start(  # from the newest checkpoint, if there is one
-        rollouts,
-        fingerprint=fingerprint(train, held_out),
-        total_steps=steps,
-        makes="merged" if config.adapter.merge_adapter else "final",
-        batch=rollouts.describe(),
-        data=about,
-        model=f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained",
-        log_probabilities=head,
-    )
+    rollouts = prepare_rollouts(setup, train, tokenizer)  # take the place of a loader
+    # on the device, sharded as the launch config says
+    model, _ = setup.prepare(model, optim.build(model, setup.config.optim))
+    loss = PolicyLoss(config, model)
+    makes = "merged" if config.adapter.merge_adapter else "final"
+    # compiled and fused where that pays; from the newest checkpoint, if there is one
+    run = setup.start(rollouts, loss, fingerprint=fingerprint(train, held_out), makes=makes)
+
     if run.should_evaluate():
         evaluate(run, model, held_out, tokenizer)
     for step in run.steps():
-        train_step(run, model, rollouts, step)
+        train_step(run, loss, rollouts, step)
         if run.should_evaluate():
             evaluate(run, model, held_out, tokenizer)
     run.load_best_weights()
-    save_tuned(run, model, tokenizer, title="tuned by rewards", about=about, end=train.end)
-    before, after = (v.get("eval_reward", 0.0) for v in (run.state.before, run.state.results))
-    run.close(
-        f"reward of answers to validation prompts {before:.3f} before, {after:.3f} after training",
-        f"wrote {run.dir}/final; curves.png, metrics.jsonl and rollouts.jsonl beside it",
-    )
+    save_tuned(run, model, tokenizer, title="tuned by rewards", end=train.end)
+    files = f"wrote {run.dir}/final; curves.png, metrics.jsonl and rollouts.jsonl beside it"
+    run.close(run.change_of("reward"), files)
 
 
 if __name__ == "__main__":

@@ -33,18 +33,11 @@ from shared.config.types import PositiveShare, within
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
-DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
-# For options left at None: DEMO for the digits, which fill their pictures and must not be mirrored;
-# else USUAL.
-DEMO = {
-    "image_size": 32,
-    "crop_pct": 1.0,
-    "crop_min_scale": 0.6,
-    "horizontal_flip": 0.0,
-    "label_smoothing": 0.1,
-}
+DEMO = {"global_batch_size": 64, "num_train_epochs": 20}  # less than two minutes on two CPU cores
+# For options left at None; DIGITS, the demo's, fill their pictures and must not be mirrored.
 USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5, "label_smoothing": 0.1}
-MULTI_LABEL = USUAL | {"label_smoothing": 0.0}
+DIGITS = {"crop_min_scale": 0.6, "horizontal_flip": 0.0, "label_smoothing": 0.1}
+OF_SMALL_RESNET = {"image_size": 32, "crop_pct": 1.0}
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,6 @@ if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
-from accelerate import DistributedType
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import AutoConfig, ResNetConfig
@@ -115,18 +107,19 @@ from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch
-from shared.evaluation.evaluation import Evaluation, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, evaluation_of
+from shared.evaluation.classify import evaluate, report
+from shared.evaluation.evaluation import Evaluation
+from shared.evaluation.kinds import SampleLosses
 from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
-from shared.models.blocks import compile_images, set_gradient_checkpointing
-from shared.models.classifier import make_shardable
-from shared.models.counts import count_parameters, measure
-from shared.models.hub import attention_option, from_hub, override
+from shared.models.blocks import set_gradient_checkpointing
+from shared.models.classifier import make_shardable, measure_on_device
+from shared.models.hub import attention_option, from_hub
+from shared.models.image_classifier import with_image_size
 from shared.models.pooled_head import PooledHead
 from shared.models.resolution import at_resolution
 from shared.models.weights import gather_weights
@@ -139,9 +132,11 @@ from shared.training import defaults, optim
 
 def with_defaults(config: Config) -> Config:
     """The config with values for what was left open."""
-    values: dict[str, Any] = MULTI_LABEL if config.data.is_multi_label else USUAL
+    values: dict[str, Any] = USUAL | {"metric_for_best_model": "accuracy"}
+    if config.data.is_multi_label:
+        values |= {"metric_for_best_model": "map", "label_smoothing": 0.0}
     if config.data.is_demo:
-        values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
+        values |= DIGITS if config.model_name_or_path else DIGITS | OF_SMALL_RESNET
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
@@ -149,18 +144,22 @@ def with_defaults(config: Config) -> Config:
 def build_loaders(
     setup: Setup, data: LabelledData, processor: Any, model: nn.Module
 ) -> tuple[Loader, Loader]:
-    """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
-    config = setup.config
+    """(training, validation) micro-batches of uint8 images [rows, 3, size, size]. Chooses the
+    learning rate, the global batch and the epochs that fit, where none are given.
+    """
+    count = len(data.train)
+    epochs = 5 if setup.config.model_name_or_path else 30
+    batch = setup.config.batch
+    fitting = defaults.batch_and_epochs(batch, count, count, most=64, least=16, epochs=epochs)
+    kind = setup.config.trained
+    rate = defaults.IMAGE_RATES[kind]
+    config = setup.set_defaults(f"{count:,} images, {kind}", learning_rate=rate, **fitting)
     batch = config.batch
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    order = training_order(
-        data.train,
-        batch.global_batch_size,
-        batch.seed,
-        config.data.mix_weights,
-        drop_last=has_batch_norm(model),
-    )
-    return labelled_loaders(
+    drop_last = has_batch_norm(model)
+    weights = config.data.mix_weights
+    order = training_order(data.train, batch.size, batch.seed, weights, drop_last=drop_last)
+    train, validation = labelled_loaders(
         setup,
         data,
         order,
@@ -168,6 +167,9 @@ def build_loaders(
         transform=training_rows(data.train, config.recipe, processor),
         eval_transform=partial(eval_row, processor=processor),
     )
+    train.one_shape = True
+    train.multiple = 2 if config.recipe.mixes else 1  # mixup and CutMix mix pairs
+    return train, validation
 
 
 def build_model(
@@ -187,69 +189,52 @@ def build_model(
     )
     if config.config_name:
         architecture = from_hub(AutoConfig, config.config_name)
-    if hasattr(architecture, "image_size"):
-        architecture.image_size = (
-            [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
-        )
-    override(architecture, config.config_overrides)
+    architecture = with_image_size(architecture, config.config_overrides, image_size)
     model = image_classifier.from_scratch(architecture, classes, **options)
     return at_resolution(model, image_size), classes
 
 
-def prepare_model(
-    setup: Setup, model: nn.Module, image_size: int, memory_format: Any
-) -> tuple[nn.Module, float]:
-    """(the model ready to be sharded, FLOPs of forward and backward for one image)."""
+def prepare_model(setup: Setup, model: nn.Module, image_size: int, memory_format: Any) -> nn.Module:
+    """The model ready to be sharded."""
     config = setup.config
-    sharded = setup.accelerator.distributed_type == DistributedType.FSDP
-    device = torch.device("cpu") if sharded else setup.device  # on which it may not fit whole
-    model.to(device).to(memory_format=memory_format)
-    with setup.accelerator.autocast():
-        flops = measure(
-            model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)}
-        )
+    image = torch.zeros(1, 3, image_size, image_size)
+    measure_on_device(setup, model, {"pixel_values": image}, memory_format)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, setup.device)
-    return model, flops
+    processes = setup.accelerator.num_processes
+    setup.about["BatchNorm"] = batch_norm_advice(model, config.batch, processes)
+    return model
 
 
-def image_loss(
-    model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any
-) -> torch.Tensor:
-    """The loss summed over this micro-batch's images. Rows that only fill it up have the label
+class ImageLoss:
+    """The loss summed over a micro-batch's images. Rows that only fill it up have the label
     IGNORED.
-
-    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes].
-    `options` are `weight`, [classes], and `label_smoothing`.
     """
-    labels = targets = batch["labels"]
-    pixels = to_model(batch["pixel_values"])
-    if "mix" in batch:
-        pixels, targets = mix(pixels, targets, batch["mix"], num_classes)
-    logits = model(pixel_values=pixels).logits.float()
-    if labels.ndim == 2:
-        losses = binary_cross_entropy(logits, targets, **options)
-    else:
-        losses = cross_entropy(logits, targets, **options)
-    return (losses * (labels != IGNORED)).sum()
+
+    def __init__(self, model: Any, to_model: ToModel, losses: SampleLosses) -> None:
+        self.model = model
+        self.to_model = to_model
+        self.losses = losses
+
+    def logits_of(self, batch: Batch) -> torch.Tensor:
+        """[rows, classes]"""
+        return self.model(pixel_values=self.to_model(batch["pixel_values"])).logits
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        labels = targets = batch["labels"]
+        pixels = self.to_model(batch["pixel_values"])
+        if "mix" in batch:
+            pixels, targets = mix(pixels, targets, batch["mix"], self.losses.num_classes)
+        logits = self.model(pixel_values=pixels).logits
+        losses = self.losses(logits, targets)
+        return (losses * (labels != IGNORED)).sum()
 
 
-def predict(
-    run: Run, model: nn.Module, loader: Loader, data: LabelledData, to_model: ToModel
-) -> Evaluation:
+def predict(run: Run, loss: ImageLoss, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation images, each counted once on any world size."""
-    batches = []
-    with run.evaluating(model):
-        for window in run.read(loader):
-            (batch,) = window.micro_batches
-            logits = model(pixel_values=to_model(batch["pixel_values"])).logits
-            batches.append(of_batch(logits, batch["labels"]))
-    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
-    return evaluation_of(
-        run.accelerator, batches, data, "images", None if run.total_steps else kept
-    )
+    return evaluate(run, loss.model, loader, data, loss.logits_of)
 
 
 def save_final(
@@ -270,20 +255,13 @@ def save_final(
         task = "image-classification"
         own_code = ", trust_remote_code=True" * isinstance(whole, PooledHead)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
-        run.write_card(folder, "Image classifier", data.about, load=load, pipeline_tag=task)
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
+        run.write_card(folder, "Image classifier", load=load, pipeline_tag=task)
+    report(run, evaluation, data.validation)
 
 
 def main(config: Config) -> None:
-    setup = Setup(with_defaults(config), "image_classification", unit="images")
-    several = config.data.is_multi_label
-    config = setup.set_defaults(
-        f"{'several labels' if several else 'one label'} an image",
-        metric_for_best_model="map" if several else "accuracy",
-    )
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
+    config = with_defaults(config)
+    setup = Setup(config, "image_classification", unit="images", demo=DEMO)
     data = images.prepare(config.data)
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
@@ -291,68 +269,27 @@ def main(config: Config) -> None:
     data = data.numbered_as(classes)
     channels_last = image_classifier.channels_last(model, setup.accelerator)
     to_model = ToModel(processor, setup.device, channels_last=channels_last)
-    kind = config.trained
-    count = len(data.train)
-    epochs = 5 if config.model_name_or_path else 30
-    fitting = defaults.batch_and_epochs(
-        config.batch, count, count, most=64, least=16, epochs=epochs
-    )
-    rate = defaults.IMAGE_RATES[kind]
-    config = setup.set_defaults(f"{count:,} images, {kind}", learning_rate=rate, **fitting)
-    model, flops = prepare_model(setup, model, size, to_model.memory_format)
+    setup.details["images"] = config.recipe.describe(processor, to_model.order)
     train, validation = build_loaders(setup, data, processor, model)
-    advice = batch_norm_advice(model, config.batch, setup.accelerator.num_processes)
-    trained, parameters = count_parameters(model)
-
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
+    model = prepare_model(setup, model, size, to_model.memory_format)
+    # on the device, sharded as the launch config says
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim))
     image_classifier.training_mode(model)
-    steps = config.batch.total_steps(train.steps_per_epoch)
-    # by flag, or where it saves time
-    config = setup.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
-    weights = None
-    if config.recipe.class_weights == "balanced":
-        weights = data.class_weights(config.data.mix_weights).to(setup.device)
-    loss_of = partial(
-        image_loss,
-        model,
-        to_model=to_model,
-        num_classes=len(classes),
-        weight=weights,
-        label_smoothing=config.recipe.label_smoothing,
-    )
-    # --find_batch_size, --dress_rehearsal
-    config = setup.rehearse(train, loss_of, multiple=2 if config.recipe.mixes else 1)
-    architecture = type(setup.accelerator.unwrap_model(model)).__name__
-    about = {
-        "data": data.about,
-        "model": f"{architecture}, {trained:,} of {parameters:,} parameters trained",
-        "images": config.recipe.describe(processor, to_model.order),
-        "BatchNorm": advice,
-    }
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        train,
-        fingerprint=data.identity,
-        total_steps=steps,
-        makes="final",
-        samples="images",
-        flops=flops,
-        **about,
-    )
+    loss = ImageLoss(model, to_model, SampleLosses(setup, data, config.recipe))
+    # compiled where that pays; from the newest checkpoint, if there is one
+    run = setup.start(train, loss, fingerprint=data.identity)
 
     if run.should_evaluate():
-        run.log_evaluation(predict(run, model, validation, data, to_model).summary)
+        run.log_evaluation(predict(run, loss, validation, data).summary)
     for step in run.steps():
         for batch in step.micro_batches():
-            # summed over the micro-batch, scaled to the mean of the global batch
-            step.backward(loss_of(batch))
+            step.backward(loss(batch))  # scaled from a sum to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            run.log_evaluation(predict(run, model, validation, data, to_model).summary)
+            run.log_evaluation(predict(run, loss, validation, data).summary)
     run.load_best_weights()
-    evaluation = predict(run, model, validation, data, to_model)
+    evaluation = predict(run, loss, validation, data)
     save_final(run, model, processor, data, evaluation)
     files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
     run.close(evaluation.headline, files)

@@ -13,10 +13,8 @@ LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsL
 arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353.
 """
 
-import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from shared.models.options import AdapterConfig
 from shared.text.options import ChatConfig
 from shared.vision.options import VisionConfig
 
-DEMO_STEPS = 40  # about two minutes on two CPU cores
+DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 
@@ -74,26 +72,28 @@ if __name__ == "__main__":
 
 from torch import nn
 
-from shared.answers.answers import log_answers
-from shared.answers.scores import exact_match, token_f1
-from shared.models import adapters, attention, sequence_parallel, targets
+from shared.answers.evaluation import evaluate
+from shared.answers.scores import like_reference
+from shared.models import adapters, sequence_parallel, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
-from shared.models.counts import count_parameters, flops_per_token
-from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.counts import flops_per_token
+from shared.models.loss import TokenLoss
 from shared.models.tokenizers import load_tokenizer
 from shared.run import exits
 from shared.run.final_adapter import save_adapter
-from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text import chat
-from shared.text.loaders import ChatData, build_loaders, choose_packing
-from shared.text.packing import Packed
+from shared.text.chat import Conversations
+from shared.text.loaders import arrange
 from shared.training import defaults, optim
 from shared.vision.loaders import read_conversations
 
+# How good an answer is, for --eval_answers: (answer, record) -> numbers by name, logged as
+# eval_NAME. Put your own function here: docs/logging.md, Scores of answers.
+score = like_reference
 
-def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.Module:
+
+def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = setup.config
     base = adapters.load_base(
@@ -103,103 +103,42 @@ def build_model(setup: Setup, tokenizer: Any, train: chat.Conversations) -> nn.M
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
     warn_of_untrained_tokens(model, tokenizer, train.first_ids())
+    setup.flops = flops_per_token(model, train.context)
+    setup.details["adapters"] = targets.describe(model)
     return model
 
 
-def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
-    """How good an answer is: numbers by name. With --eval_answers, their means are logged as
-    eval_NAME. Edit it for your task.
-
-    Args:
-        record: the texts `prompt` and `reference`, and the columns of the data that are not
-            learned.
-    """
-    reference = record["reference"]
-    return {
-        "exact_match": exact_match(answer, reference),
-        "token_f1": token_f1(answer, reference),
-    }
-
-
-def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples and, with
-    --eval_answers, the scores of the answers that the model gives to some of them.
-    """
-    with run.evaluating(model):
-        loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
-        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
-        scores = log_answers(run, model, data.held_out, tokenizer, score)
-        run.log_evaluation(values | scores)
-
-
 def main(config: Config) -> None:
-    setup = Setup(config, "lora_finetune", strategy=sequence_parallel.strategy_of)
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+    setup = Setup(config, "lora_finetune", demo=DEMO, strategy=sequence_parallel.strategy_of)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
     if config.data.preprocess_only:
         return
     model = build_model(setup, tokenizer, train)
-    trained, parameters = count_parameters(model)
-    flops = flops_per_token(model, train.context)
-    carriers = targets.describe(model)
-
     width = defaults.width(model)
-    config = setup.set_defaults(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    packed, packing = choose_packing(
-        model, tokenizer, config.data, config.batch, setup.device, why_not=train.why_not_packed
-    )
-    rows = Packed(train, config.data.seq_length) if packed else train
-    fitting = defaults.for_conversations(config.batch, len(train), len(rows))
-    config = setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
-    data = build_loaders(rows, held_out, config.data, config.batch, setup.accelerator)
-    steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = setup.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
-    head = fuse_head(setup.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    # --find_batch_size, --dress_rehearsal
-    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
-    about = {
-        "data": data.about,
-        "model": f"{config.model_name_or_path}, {parameters:,} parameters"
-        + ", base in 4 bits" * config.adapter.load_in_4bit,
-        "adapters": carriers,
-    }
-    whole = setup.accelerator.unwrap_model(model)
-    about |= {"attention": attention.describe(whole), "packing": packing, "loss": head}
-    about["trained"] = f"{trained:,} parameters ({trained / parameters:.2%})"
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        data.train,
-        fingerprint=data.fingerprint,
-        total_steps=steps,
-        makes="merged" if config.adapter.merge_adapter else "final",
-        flops=flops,
-        **about,
-    )
+    setup.set_defaults(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
+    # on the device, sharded as the launch config says
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim))
+    # several conversations in a row if the model keeps them apart; a batch and epochs that fit
+    data = arrange(setup, model, train, held_out)
+    loss = TokenLoss(model)  # cross-entropy, summed over a micro-batch's target tokens
+    makes = "merged" if config.adapter.merge_adapter else "final"
+    # compiled and fused where that pays; from the newest checkpoint, if there is one
+    run = setup.start(data.train, loss, fingerprint=data.fingerprint, makes=makes)
 
     if run.should_evaluate():
-        evaluate(run, model, data, tokenizer)
+        evaluate(run, model, data, tokenizer, score)
     for step in run.steps():
         for batch in step.micro_batches():
-            # summed over this micro-batch's target tokens
-            loss = causal_lm_loss(model, batch, log=step.log)
-            step.backward(loss)  # scaled to the mean over the global batch
+            step.backward(loss(batch, log=step.log))  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            evaluate(run, model, data, tokenizer)
+            evaluate(run, model, data, tokenizer, score)
     run.load_best_weights()
-    save_adapter(run, model, tokenizer, about=data.about, end=data.held_out.end)
-    before, after = (
-        values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results)
-    )
-    run.close(
-        f"validation loss {before:.4f} before, {after:.4f} after training",
-        f"adapter in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",
-    )
+    save_adapter(run, model, tokenizer, end=data.held_out.end)
+    files = f"adapter in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it"
+    run.close(run.change_of("loss"), files)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
 from shared.training.options import SyncConfig
 
-DEMO_STEPS = 80  # about two minutes on two CPU cores
+DEMO = {"max_steps": 80}  # about two minutes on two CPU cores
 
 
 @dataclass(frozen=True)
@@ -75,90 +75,24 @@ if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
-from torch.utils.data import default_collate
 
-from shared.data import records
-from shared.data.loader import Loader
-from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order, Samples
 from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
-from shared.models.counts import count_parameters, flops_per_token
+from shared.models.counts import flops_per_token
 from shared.models.generation import continuations
 from shared.models.isolation import isolate_documents
 from shared.models.loading import save_causal_lm
-from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.loss import TokenLoss
 from shared.models.pretraining import build_causal_lm
-from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES, gather_weights
-from shared.parallel import sharding
 from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
-from shared.text import corpus
-from shared.text.packing import collate_packed
-from shared.text.stream import Rows, Stream
-from shared.training import defaults, optim
+from shared.text.pretraining import CorpusData, choose_optimizer, open_data, total_steps
+from shared.training import optim
 from shared.training.sync import Replicas
-
-
-@dataclass
-class Data:
-    train: Loader | Stream  # micro-batches of sequences
-    validation: Loader
-    tokenizer: Any
-    about: str  # a line for people
-    fingerprint: str  # changes when the samples do
-    bytes_per_token: float | None  # of the validation text; None for a stream
-
-
-def build_datasets(setup: Setup) -> Data:
-    """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config = setup.config
-    options = setup.config.data
-    batch = setup.config.batch
-    name = options.tokenizer_name or config.model.model_name_or_path
-    tokenizer = load_tokenizer(name) if name else None
-    share = sharding.share(setup.accelerator)
-    collate = collate_packed if options.isolate_documents else default_collate
-    held_out: Samples
-    train: Loader | Stream
-    if options.streaming:
-        if tokenizer is None:
-            raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
-        source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
-        train = Stream(source, tokenizer, config.seq_length, options, batch, share)
-        held_out = rows = Rows(train.held_out(options.eval_samples))
-        about = (
-            f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
-        )
-        about += records.not_used(train.notes.named("unused "))
-        fingerprint = train.identity()
-        bytes_per_token = None
-    else:
-        text = corpus.open_corpus(
-            options, tokenizer, config.seq_length, isolate=options.isolate_documents
-        )
-        what = f"sequences of --seq_length {config.seq_length}"
-        batch.require_full_batch(len(text.train), what)
-        order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-        rows_at_once = batch.micro_batch()[0]
-        workers = batch.dataloader_num_workers or 0
-        train = Loader(
-            text.train, collate, order, share, per_device=rows_at_once, num_workers=workers
-        )
-        held_out = text.validation
-        tokenizer = text.tokenizer
-        about = text.about
-        fingerprint = text.fingerprint
-        bytes_per_token = text.bytes_per_token
-    chosen = EvenSubset(held_out, options.eval_samples)
-    eval_size = batch.per_device_eval_batch_size
-    eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
-    validation = Loader(chosen, collate, eval_order, share, per_device=eval_size)
-    return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
@@ -175,12 +109,24 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     return model.train()  # from_pretrained leaves dropout off
 
 
-def evaluate(run: Run, model: nn.Module, data: Data) -> None:
+def keep_documents_apart(setup: Setup, model: nn.Module) -> None:
+    """Let documents in one sequence not attend to each other, with --isolate_documents."""
+    config = setup.config
+    documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
+    if config.data.isolate_documents:
+        at_once = config.batch.micro_batch()[0]
+        _, documents = isolate_documents(
+            model, setup.device, at_once, length=config.seq_length, required=True
+        )
+    setup.details["documents"] = documents
+
+
+def evaluate(run: Run, model: nn.Module, data: CorpusData) -> None:
     """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any
     world size.
     """
     with run.evaluating(model):
-        loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
+        loss = run.mean_loss(data.validation, TokenLoss(model))
         values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
         if data.bytes_per_token:
             values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
@@ -196,7 +142,7 @@ def evaluate(run: Run, model: nn.Module, data: Data) -> None:
         print_main("  " + repr(text + answer))
 
 
-def save_final(run: Run, model: nn.Module, data: Data) -> None:
+def save_final(run: Run, model: nn.Module, data: CorpusData) -> None:
     """Write final/: model, tokenizer, card. Every rank calls this."""
     dtype = DTYPES[run.config.final_dtype]
     weights = gather_weights(run.accelerator, model, dtype=dtype)
@@ -213,82 +159,34 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
             base=run.config.model.model_name_or_path,
         )
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        run.write_card(folder, "Pretrained language model", data.about, load=load)
+        run.write_card(folder, "Pretrained language model", load=load)
 
 
 def main(config: Config) -> None:
-    # --sync_every: each process trains its own weights, and agrees now and then
-    apart = partial(Replicas, options=config.sync)
-    setup = Setup(
-        config,
-        "pretrain",
-        strategy=apart if config.sync.sync_every > 1 else sequence_parallel.strategy_of,
-    )
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)
-    data = build_datasets(setup)
+    strategy = sequence_parallel.strategy_of
+    if config.sync.sync_every > 1:  # each process trains its own weights, and agrees now and then
+        strategy = partial(Replicas, options=config.sync)
+    setup = Setup(config, "pretrain", demo=DEMO, strategy=strategy)
+    data = open_data(setup)
     if config.data.preprocess_only:
-        print_main(f"prepared {data.about}; in {cache_dir()}")
+        print_main(f"prepared {setup.about['data']}; in {cache_dir()}")
         return
     model = build_model(config, data.tokenizer)
-    flops = flops_per_token(model, config.seq_length)
-    (_, parameters) = count_parameters(model)
-    trained = config.model.model_name_or_path is not None
-    what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
-    rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = setup.set_defaults(
-        what,
-        learning_rate=rate,
-        optim=defaults.pretraining_optimizer(setup.strategy, trained=trained),
-    )
-
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
-    if config.data.isolate_documents:
-        at_once = config.batch.micro_batch()[0]
-        _, documents = isolate_documents(
-            model,
-            setup.device,
-            len(data.tokenizer),
-            at_once,
-            length=config.seq_length,
-            required=True,
-        )
-    tokens_per_step = config.batch.global_batch_size * config.seq_length
-    steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
-    steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    config = setup.compile(model, steps)  # by flag, or where it saves time
-    head = fuse_head(
-        setup.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile
-    )
-    # --find_batch_size, --dress_rehearsal
-    config = setup.rehearse(data.train, partial(causal_lm_loss, model))
-    kind = type(setup.accelerator.unwrap_model(model)).__name__
-    about = {
-        "data": data.about,
-        "model": f"{kind}, {parameters:,} parameters",
-        "loss": head,
-        "documents": documents,
-        "tokens": f"at most {steps * tokens_per_step:,} in all",
-    }
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        data.train,
-        fingerprint=data.fingerprint,
-        total_steps=steps,
-        samples=f"sequences x {config.seq_length} tokens",
-        flops=flops,
-        **about,
-    )
+    setup.flops = flops_per_token(model, config.seq_length)
+    choose_optimizer(setup, model)
+    # on the device, sharded as the launch config says
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim))
+    keep_documents_apart(setup, model)
+    loss = TokenLoss(model)  # cross-entropy, summed over a micro-batch's target tokens
+    steps = total_steps(setup, data)
+    # compiled and fused where that pays; from the newest checkpoint, if there is one
+    run = setup.start(data.train, loss, fingerprint=data.fingerprint, steps=steps)
 
     if run.should_evaluate():
         evaluate(run, model, data)
     for step in run.steps():
         for batch in step.micro_batches():
-            # summed over this micro-batch's target tokens
-            loss = causal_lm_loss(model, batch, log=step.log)
-            step.backward(loss)  # scaled to the mean over the global batch
+            step.backward(loss(batch, log=step.log))  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():

@@ -38,7 +38,7 @@ from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
 
-DEMO_STEPS = 80  # about two minutes on two CPU cores
+DEMO = {"max_steps": 80}  # about two minutes on two CPU cores
 
 
 @dataclass(frozen=True)
@@ -89,66 +89,22 @@ if __name__ == "__main__":
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM
 
-from shared.data.loader import Loader
-from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order
 from shared.models.blocks import set_gradient_checkpointing
-from shared.models.counts import count_parameters, flops_per_token
+from shared.models.counts import count_parameters, describe_parameters, flops_per_token
 from shared.models.loading import save_causal_lm
 from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
-from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.run.tensors import read_weights
-from shared.text import corpus
-from shared.training import defaults, optim
-
-
-@dataclass
-class Data:
-    train: Loader  # micro-batches of sequences
-    validation: Loader
-    tokenizer: Any
-    about: str  # a line for people
-    fingerprint: str  # changes when the samples do
-    bytes_per_token: float  # of the validation text
-
-
-def build_datasets(setup: Setup) -> Data:
-    """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config = setup.config
-    options = setup.config.data
-    batch = setup.config.batch
-    name = options.tokenizer_name or config.model.model_name_or_path
-    tokenizer = load_tokenizer(name) if name else None
-    text = corpus.open_corpus(options, tokenizer, config.seq_length)
-    batch.require_full_batch(len(text.train), f"sequences of --seq_length {config.seq_length}")
-    share = sharding.share(setup.accelerator)
-    rows = batch.micro_batch()[0]
-    order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-    train = Loader(
-        text.train,
-        default_collate,
-        order,
-        share,
-        per_device=rows,
-        num_workers=batch.dataloader_num_workers or 0,
-    )
-    chosen = EvenSubset(text.validation, options.eval_samples)
-    eval_order = Order(len(chosen), batch.global_batch_size, 0, shuffle=False)
-    validation = Loader(chosen, default_collate, eval_order, share, per_device=rows)
-    return Data(
-        train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token
-    )
+from shared.text.pretraining import CorpusData, choose_optimizer, open_data, total_steps
+from shared.training import optim
 
 
 def build_model(config: Config, tokenizer: Any) -> Any:
@@ -166,7 +122,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     return model.train()  # from_pretrained leaves dropout off
 
 
-def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None:
+def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: CorpusData) -> None:
     """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any
     world size.
     """
@@ -177,17 +133,13 @@ def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None
             total += pipeline.evaluate(list(window.micro_batches))
             targets += window.num_targets
         loss = run.sum(total).item() / targets
-        bits = loss / math.log(2) / data.bytes_per_token
-        run.log_evaluation(
-            {
-                "eval_loss": loss,
-                "eval_perplexity": math.exp(min(loss, 100)),
-                "eval_bits_per_byte": bits,
-            }
-        )
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        if data.bytes_per_token:
+            values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
+        run.log_evaluation(values)
 
 
-def save_final(run: Run, model: Any, data: Data) -> None:
+def save_final(run: Run, model: Any, data: CorpusData) -> None:
     """Write final/: model, tokenizer, card. The weights of all stages are in the checkpoint."""
     if not run.is_main:
         return
@@ -200,60 +152,34 @@ def save_final(run: Run, model: Any, data: Data) -> None:
         whole.generation_config = model.generation_config
         save_causal_lm(folder, whole, weights, data.tokenizer, dtype=dtype, base=base)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-        run.write_card(folder, "Pretrained language model", data.about, load=load)
+        run.write_card(folder, "Pretrained language model", load=load)
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "pretrain_pipeline")
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", max_steps=DEMO_STEPS)
-    data = build_datasets(setup)
+    setup = Setup(config, "pretrain_pipeline", demo=DEMO)
+    data = open_data(setup, as_in_training=True)
     if config.data.preprocess_only:
-        print_main(f"prepared {data.about}")
+        print_main(f"prepared {setup.about['data']}")
         return
     model = build_model(config, data.tokenizer)
-    flops = flops_per_token(model, config.seq_length)
-    (_, parameters) = count_parameters(model)
-    trained = config.model.model_name_or_path is not None
-    what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
-    rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = setup.set_defaults(
-        what,
-        learning_rate=rate,
-        optim=defaults.pretraining_optimizer(setup.strategy, trained=trained),
-    )
-    tokens_per_step = config.batch.global_batch_size * config.seq_length
-    steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
-    steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    config = setup.compile(model, steps)  # by flag, or where it saves time
-    pipeline = Pipeline(
-        setup.accelerator,
-        model,
-        ranks=config.pipeline_ranks,
-        micro_batches=config.batch.micro_batch()[1],
-    )
-    _, own = count_parameters(model)  # of this rank's blocks: the others are gone
-
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim), spread=False)
-    about = {"each_process_holds": f"its own blocks, here {own:,} parameters", "data": data.about}
-    about["model"] = f"{type(model).__name__}, {parameters:,} parameters"
-    about["tokens"] = f"at most {steps * tokens_per_step:,} in all"
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        data.train,
-        fingerprint=data.fingerprint,
-        total_steps=steps,
-        samples=f"sequences x {config.seq_length} tokens",
-        flops=flops,
-        **about,
-    )
+    setup.flops = flops_per_token(model, config.seq_length)
+    setup.about["model"] = f"{type(model).__name__}, {describe_parameters(model)}"
+    choose_optimizer(setup, model)
+    micro_batches = setup.config.batch.micro_batch()[1]
+    ranks_of_one = config.pipeline_ranks
+    pipeline = Pipeline(setup.accelerator, model, ranks=ranks_of_one, micro_batches=micro_batches)
+    own = count_parameters(model)[1]  # of this rank's blocks: the others are gone
+    setup.about["each process holds"] = f"its own blocks, here {own:,} parameters"
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim), spread=False)
+    # compiled where that pays; from the newest checkpoint, if there is one
+    steps = total_steps(setup, data)
+    run = setup.start(data.train, None, fingerprint=data.fingerprint, steps=steps)
 
     if run.should_evaluate():
         evaluate(run, pipeline, model, data)
     for step in run.steps():
         # forward and backward of all micro-batches, from stage to stage
-        loss = pipeline.train(step.batches, step.scale)
-        step.record(loss)
+        step.record(pipeline.train(step.batches, step.scale))
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():

@@ -33,11 +33,9 @@ from shared.config.options import (
     LogConfig,
 )
 from shared.config.types import Count, CountOrZero, Share
-from shared.models.options import AdapterConfig
-from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
 
-DEMO_EPOCHS = 3  # about a minute on two CPU cores
+DEMO = {"global_batch_size": 16, "num_train_epochs": 3}  # about a minute on two CPU cores
 
 
 @dataclass(frozen=True)
@@ -74,24 +72,23 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from accelerate import DistributedType
 from torch import nn
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch
-from shared.evaluation.evaluation import SHOWN, Evaluation, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, evaluation_of
+from shared.evaluation.classify import evaluate, report
+from shared.evaluation.evaluation import Evaluation
+from shared.evaluation.kinds import SampleLosses
 from shared.evaluation.loaders import labelled_loaders
 from shared.models import adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
-from shared.models.classifier import make_shardable
-from shared.models.counts import count_parameters, measure
+from shared.models.classifier import make_shardable, measure_on_device
 from shared.models.hub import attention_option
 from shared.models.loading import without_adapters
-from shared.models.text_classifier import load_text_classifier, text_heads
+from shared.models.text_classifier import load_text_classifier, with_adapters
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
@@ -102,99 +99,73 @@ from shared.text import labelled
 from shared.text.packing import grouped_order
 from shared.training import defaults, optim
 
-# By --problem_type: transformers' name of it.
-PROBLEM_TYPES = {
-    "single_label": "single_label_classification",
-    "multi_label": "multi_label_classification",
-    "regression": "regression",
-}
-
 
 def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]]:
     """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
-    problem_type = PROBLEM_TYPES[data.problem_type]
     options = attention_option(config.speed.attn_implementation)
     padding = data.train.tokenizer.pad_token_id
     return load_text_classifier(
-        config.model_name_or_path, data.classes, problem_type, padding, **options
+        config.model_name_or_path, data.classes, data.problem_type, padding, **options
     )
 
 
-def prepare_model(
-    setup: Setup, model: Any, data: LabelledData, sample: Batch
-) -> tuple[nn.Module, float]:
-    """(the model ready to be sharded, FLOPs of forward and backward for a text such as the
-    `sample`).
+def prepare_model(setup: Setup, model: Any, data: LabelledData, sample: Batch) -> nn.Module:
+    """The model ready to be sharded. Its FLOPs are those for a text such as the `sample`. Chooses
+    the learning rate, where none is given.
     """
     config = setup.config
-    sharded = setup.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    width = defaults.width(model)
+    rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
+    setup.set_defaults(f"classifier of texts, width {width}", learning_rate=rate)
     if config.lora_r:
-        whole = (
-            *text_heads(model),
-            *(name for name, _ in model.named_modules() if name.endswith("pooler")),
-        )
-        adapter = AdapterConfig(
-            lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole
-        )
-        model = adapters.add_adapters(model, adapter, "SEQ_CLS")
+        model = with_adapters(model, config.lora_r, config.lora_alpha)
     make_shardable(without_adapters(model), of_text=True)
-    device = torch.device("cpu") if sharded else setup.device  # on which it may not fit whole
-    model.to(device)
-    with setup.accelerator.autocast():
-        flops = measure(
-            model, {key: value.to(device) for key, value in sample.items() if key != "labels"}
-        )
-    return model.train(), flops
+    measure_on_device(setup, model, {name: x for name, x in sample.items() if name != "labels"})
+    return model.train()
 
 
 def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual
-    text).
+    text). Chooses the global batch and the epochs that fit, where none are given.
     """
-    config = setup.config
+    count = len(data.train)
+    fitting = defaults.batch_and_epochs(setup.config.batch, count, count, most=16, least=8)
+    config = setup.set_defaults(f"{count:,} texts", **fitting)
     batch = config.batch
     collate = partial(
         labelled.collate,
         pad_token_id=data.train.tokenizer.pad_token_id,
         at_most=config.data.seq_length,
     )
-    order = grouped_order(data.train, batch.global_batch_size, batch.seed, config.data.mix_weights)
-    usual = int(np.argsort(data.train.lengths)[len(data.train) // 2])
-    return (
-        *labelled_loaders(setup, data, order, collate),
-        collate([data.train[usual]]),
-    )
+    order = grouped_order(data.train, batch.size, batch.seed, config.data.mix_weights)
+    usual = data.train[int(np.argsort(data.train.lengths)[count // 2])]
+    return *labelled_loaders(setup, data, order, collate), collate([usual])
 
 
-def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
-    """The loss summed over this micro-batch's texts. Rows that only fill it up have the label
+class TextLoss:
+    """The loss summed over a micro-batch's texts. Rows that only fill it up have the label
     IGNORED.
-
-    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes];
-    squared error for numbers. `options` are `weight`, [classes], and `label_smoothing`.
     """
-    labels = batch["labels"]
-    logits = forward_rows(model, batch).logits.float()
-    if labels.ndim == 2:
-        losses = binary_cross_entropy(logits, labels, **options)
-    elif labels.is_floating_point():
-        losses = (logits[:, 0] - labels) ** 2
-    else:
-        losses = cross_entropy(logits, labels, **options)
-    return (losses * (labels != IGNORED)).sum()
+
+    def __init__(self, model: Any, losses: SampleLosses) -> None:
+        self.model = model
+        self.losses = losses
+
+    def logits_of(self, batch: Batch) -> torch.Tensor:
+        """[rows, classes]"""
+        return forward_rows(self.model, batch).logits
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        labels = batch["labels"]
+        losses = self.losses(self.logits_of(batch), labels)
+        return (losses * (labels != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
+def predict(run: Run, loss: TextLoss, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
-    batches = []
-    with run.evaluating(model):
-        for window in run.read(loader):
-            (batch,) = window.micro_batches
-            batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
-    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
-    return evaluation_of(run.accelerator, batches, data, "texts", None if run.total_steps else kept)
+    return evaluate(run, loss.model, loader, data, loss.logits_of)
 
 
 def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
@@ -219,79 +190,36 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
         tokenizer.save_pretrained(folder)
         task = "text-classification"
         load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
-        run.write_card(folder, "Text classifier", data.about, load=load, pipeline_tag=task)
-    for picture in evaluation.write(run.dir, data.validation):
-        run.logger.tracker.log_picture(picture.stem, picture)
-    mistakes = evaluation.mistakes(data.validation, SHOWN)
-    run.logger.tracker.log_table(
-        "mistakes",
-        [*mistakes[0]] if mistakes else [],
-        [[*map(str, row.values())] for row in mistakes],
-    )
+        run.write_card(folder, "Text classifier", load=load, pipeline_tag=task)
+    report(run, evaluation, data.validation, as_table=True)
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "text_classification", unit="texts")
-    if config.data.is_demo:
-        config = setup.set_defaults("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
+    setup = Setup(config, "text_classification", unit="texts", demo=DEMO)
     # strings of special tokens in a text are text, also after training
     tokenizer = load_tokenizer(config.model_name_or_path, split_special_tokens=True)
     data = labelled.open_texts(config.data, tokenizer)
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
-    if data.problem_type == "regression" and (
-        config.label_smoothing or config.class_weights != "none"
-    ):
-        raise ConfigError("--label_smoothing and --class_weights are for classes, not for numbers")
-    fitting = defaults.batch_and_epochs(
-        config.batch, len(data.train), len(data.train), most=16, least=8
-    )
-    config = setup.set_defaults(f"{len(data.train):,} texts", **fitting)
-    width = defaults.width(model)
-    what = "LoRA" if config.lora_r else "all weights"
-    rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
-    config = setup.set_defaults(f"classifier of texts, {what}, width {width}", learning_rate=rate)
     train, validation, sample = build_loaders(setup, data)
-    model, flops = prepare_model(setup, model, data, sample)
-    trained, parameters = count_parameters(model)
-
-    # on the device, sharded
-    model, optimizers = setup.prepare(model, optim.build(model, config.optim))
-    steps = config.batch.total_steps(train.steps_per_epoch)
-    config = setup.compile(model, steps, one_shape=False)  # by flag, or where it saves time
-    class_weights = None
-    if config.class_weights == "balanced":
-        class_weights = data.class_weights(config.data.mix_weights).to(setup.device)
-    smoothing = config.label_smoothing
-    loss_of = partial(text_loss, model, weight=class_weights, label_smoothing=smoothing)
-    config = setup.rehearse(train, loss_of)  # --find_batch_size, --dress_rehearsal
-    about = {
-        "data": data.about,
-        "model": f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained",
-        "labels": f"class_weights {config.class_weights}, label_smoothing {smoothing:g}",
-    }
-    # from the newest checkpoint, if there is one
-    run = setup.start(
-        train,
-        fingerprint=data.identity,
-        total_steps=steps,
-        samples="texts",
-        flops=flops,
-        **about,
-    )
+    model = prepare_model(setup, model, data, sample)
+    # on the device, sharded as the launch config says
+    model, optimizers = setup.prepare(model, optim.build(model, setup.config.optim))
+    loss = TextLoss(model, SampleLosses(setup, data, config))
+    # compiled where that pays; from the newest checkpoint, if there is one
+    run = setup.start(train, loss, fingerprint=data.identity)
 
     if run.should_evaluate():
-        run.log_evaluation(predict(run, model, validation, data).summary)
+        run.log_evaluation(predict(run, loss, validation, data).summary)
     for step in run.steps():
         for batch in step.micro_batches():
-            # summed over the micro-batch, scaled to the mean of the global batch
-            step.backward(loss_of(batch))
+            step.backward(loss(batch))  # scaled from a sum to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            run.log_evaluation(predict(run, model, validation, data).summary)
+            run.log_evaluation(predict(run, loss, validation, data).summary)
     run.load_best_weights()
-    evaluation = predict(run, model, validation, data)
+    evaluation = predict(run, loss, validation, data)
     save_final(run, model, data, evaluation)
     files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
     run.close(evaluation.headline, files)

@@ -62,7 +62,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
     config = OptimConfig(learning_rate=3e-4)
     strategy = strategy_of(accelerator)
     prepared, optimizers = strategy.prepare(whole, optim.build(whole, config), config)
-    lm_loss.fuse_head(accelerator, prepared, shape.get_text_config().vocab_size)
+    lm_loss.fuse_head(accelerator, prepared)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
     if length > LENGTH:

@@ -242,7 +242,7 @@ def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch
 
     tolerance = 5e-5 if family == "qwen3_next" else 1e-5  # its recurrence magnifies rounding: 2.7e-5 in a vector of four
     expected, wanted = gradients()
-    assert lm_loss.fuse_head(Accelerator(cpu=True), model, vocab) == "fused with the head, in chunks of tokens"
+    assert lm_loss.fuse_head(Accelerator(cpu=True), model) == "fused with the head, in chunks of tokens"
     loss, found = gradients()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for name, gradient in wanted.items():

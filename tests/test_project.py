@@ -1,5 +1,6 @@
 """New projects: whole, small, working at once, and git merges later templates without losing an edit."""
 
+import ast
 import functools
 import json
 import os
@@ -286,3 +287,12 @@ def test_assistants_are_told_commands_that_work(tmp_path):
         words = words.replace("accelerate launch", "python -m accelerate.commands.launch", words.startswith("accelerate"))
         done = python(*words.removeprefix("python ").split(), *more.split())
         assert done.returncode == 0 and end in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("template", sorted((ROOT / "templates").glob("*.py")), ids=lambda path: path.stem)
+def test_a_template_is_read_in_one_sitting(template):
+    """A main of at most 35 lines; 230 lines in all, 300 where a recipe or five losses are its subject."""
+    text = template.read_text()
+    (main,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    assert main.end_lineno - main.lineno + 1 <= 35
+    assert len(text.splitlines()) <= (300 if template.stem in ("image_classification", "dpo") else 230)

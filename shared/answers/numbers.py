@@ -27,3 +27,16 @@ def numbers_of(
         f"{place} of the answer {answer!r} returns {' '.join(repr(returned).split())}, expected "
         "finite numbers by name, such as {'right': 1.0}"
     )
+
+
+def with_total(
+    rewards: Callable[[str, dict[str, Any]], dict[str, float]],
+) -> Callable[[str, dict[str, Any]], dict[str, float]]:
+    """A score that is the sum of what `rewards` returns, named reward, and its parts."""
+
+    def score(answer: str, record: dict[str, Any]) -> dict[str, float]:
+        parts = numbers_of(rewards, answer, record)
+        total = {"reward": sum(parts.values())}
+        return total | parts | total  # reward is the sum, also where a part has its name
+
+    return score

@@ -81,3 +81,12 @@ def solves(answer: str, reference: Any) -> float:
         return exact_match(answer, str(reference))
     found = numbers_in(re.sub(r"\([^\W\d_][^()]*\)", " ", answer)) or numbers_in(answer)
     return float(found[-1:] == right[-1:])
+
+
+def like_reference(answer: str, record: dict[str, Any]) -> dict[str, float]:
+    """`exact_match` and `token_f1` of an answer beside `record["reference"]`."""
+    reference = record["reference"]
+    return {
+        "exact_match": exact_match(answer, reference),
+        "token_f1": token_f1(answer, reference),
+    }

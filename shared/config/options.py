@@ -34,9 +34,9 @@ from shared.process.printing import note
 class BatchConfig:
     """Batch and budget."""
 
-    # Samples in one optimizer step over all devices (rows, if samples are packed); 0: chosen by the
-    # size of the data, see docs/quality.md
-    global_batch_size: CountOrZero = 0
+    # Samples in one optimizer step over all devices (rows, if samples are packed); if not given,
+    # chosen by the size of the data, see docs/quality.md
+    global_batch_size: Count | None = None
     # Samples in one forward and backward of one device, at most; accumulation follows from it
     per_device_train_batch_size: Free[Count] = 2
     # Before training, halve per_device_train_batch_size until a step fits into memory
@@ -59,17 +59,27 @@ class BatchConfig:
                 "--max_steps and --num_train_epochs both give the budget: drop one of them"
             )
 
+    @property
+    def size(self) -> int:
+        """The global batch, which is given or chosen by now."""
+        if self.global_batch_size is None:
+            raise RuntimeError(
+                "no global batch: call setup.set_defaults(..., global_batch_size=...) "
+                "before data are loaded"
+            )
+        return self.global_batch_size
+
     def micro_batch(self) -> tuple[int, int]:
         """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this
         launch.
 
-        (0, 0) as long as the global batch is not chosen.
+        As long as the global batch is not chosen: as many at once as may be, accumulated once.
 
         Raises:
             ConfigError: the global batch does not divide by the processes that read data.
         """
-        if not self.global_batch_size:
-            return 0, 0
+        if self.global_batch_size is None:
+            return self.per_device_train_batch_size, 1
         processes = ranks.data_parallel_size()
         share, rest = divmod(self.global_batch_size, processes)
         if rest:
@@ -92,11 +102,10 @@ class BatchConfig:
             what: names them.
             advice: what to choose instead; empty: a smaller global batch.
         """
-        size = self.global_batch_size
-        if count < size:
+        if count < self.size:
             advice = advice or f"choose {count} or less"
             raise ConfigError(
-                f"{count:,} {what} are fewer than one --global_batch_size of {size}: {advice}"
+                f"{count:,} {what} are fewer than one --global_batch_size of {self.size}: {advice}"
             )
 
     def total_steps(self, steps_per_epoch: int | None) -> int:

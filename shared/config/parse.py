@@ -9,7 +9,6 @@ the type does not allow; tyro prints --help.
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 import os
@@ -152,21 +151,6 @@ def flatten(config: Any) -> dict[str, Any]:
 def free_fields(config_class: type) -> frozenset[str]:
     """The fields that do not change what the model learns."""
     return frozenset(name for name, flag in flags(config_class).items() if FREE in flag.parts)
-
-
-def measured_by(config: Any) -> str:
-    """A digest of the settings of template, model and data, not its files: what an evaluation
-    measures depends on them.
-    """
-    groups = {"", "model", "adapter", "data", "recipe"}
-    free = free_fields(type(config)) - {"eval_samples", "eval_answers", "max_new_tokens"}
-    known = flags(type(config))
-    values = [
-        (name, value)
-        for name, value in flatten(config).items()
-        if known[name].group in groups and name not in free | MODELS  # base is checked
-    ]
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def save(config: Any, path: Path) -> None:

@@ -178,6 +178,16 @@ def _as_it_is(result: Any) -> Any:
     return result
 
 
+def use_tokenizer_threads(use: bool) -> None:
+    """Whether tokenizers use threads, which do not survive a fork. A no is for good; where nothing
+    is said, they warn at each fork.
+    """
+    if use:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    else:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 @cache
 def _ending() -> Any:
     """A flag that workers see. True: the training process exits."""
@@ -237,7 +247,7 @@ def parallel_map(
     """
     processes = cores() if processes is None else processes
     if processes > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+        use_tokenizer_threads(False)
     results: Any = None
     try:
         with stop_signals_wait():
@@ -284,8 +294,10 @@ class Loader:
         samples: the whole data set, the same on every rank.
         collate: rows -> a batch of tensors, `labels` among them.
         order: the global batches.
-        per_device: rows of one micro-batch.
         share: what this process reads, see `sharding.share`.
+        per_device: rows of one micro-batch.
+        one_shape: all batches have one shape, so that compiled code is compiled once.
+        multiple: the rows of a micro-batch have to be a multiple of this.
         num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes
             over one range.
         transform: applied to each row where it is read, for example augmentation. It keeps the
@@ -299,6 +311,8 @@ class Loader:
     share: Share
     _: KW_ONLY
     per_device: int
+    one_shape: bool = False
+    multiple: int = 1
     num_workers: int = 0
     transform: Callable[[Row], Row] | None = None
     # of the latest range of steps

@@ -3,6 +3,8 @@
 `rows`, [samples, values] fp64, are what `gather_rows` gives: see `of_batch` for the values.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from shared.data.labels import LabelledData
 from shared.evaluation.evaluation import Evaluation, gather_rows
+from shared.process.errors import ConfigError
 
 
 def evaluation_of(
@@ -168,6 +171,46 @@ def figures_by_class(
     numbers = range(num_classes)
     values = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0.0)
     return dict(zip(names, values, strict=True))
+
+
+class SampleLosses:
+    """What each sample of a micro-batch loses: `cross_entropy` for one class,
+    `binary_cross_entropy` for several, the squared error for a number.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        options: have `class_weights` (none or balanced) and `label_smoothing`.
+
+    Raises:
+        ConfigError: what is for classes is asked for numbers.
+    """
+
+    def __init__(self, setup: Any, data: LabelledData, options: Any) -> None:
+        balanced = options.class_weights == "balanced"
+        if data.problem_type == "regression" and (options.label_smoothing or balanced):
+            raise ConfigError(
+                "--label_smoothing and --class_weights are for classes, not for numbers"
+            )
+        self.kind = data.problem_type
+        self.num_classes = len(data.classes)
+        self.label_smoothing = options.label_smoothing
+        self.weight: torch.Tensor | None = None  # [classes]
+        if balanced:
+            weights = data.class_weights(setup.config.data.mix_weights)
+            self.weight = weights.to(setup.device)
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Losses, [rows] or [rows, classes], whose sum is the micro-batch's.
+
+        Args:
+            logits: [rows, classes].
+            targets: [rows] class numbers or numbers; [rows, classes] shares, or a yes or no each.
+        """
+        logits = logits.float()
+        if self.kind == "regression":
+            return (logits[:, 0] - targets) ** 2
+        of_classes = binary_cross_entropy if self.kind == "multi_label" else cross_entropy
+        return of_classes(logits, targets, weight=self.weight, label_smoothing=self.label_smoothing)
 
 
 def cross_entropy(

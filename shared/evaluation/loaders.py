@@ -21,7 +21,7 @@ def labelled_loaders(
     """(training, validation) micro-batches. The validation samples come in their order.
 
     Args:
-        setup: has the template's config and the accelerator.
+        setup: a `run.setup.Setup`.
         order: of the training samples.
         transform, eval_transform: see `Loader`; of training and of validation samples.
 
@@ -30,6 +30,7 @@ def labelled_loaders(
     """
     batch = setup.config.batch
     batch.require_full_batch(len(data.train), "training samples")
+    setup.about["data"] = data.about
     share = sharding.share(setup.accelerator)
     size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), size * share.world_size, 0, shuffle=False)

@@ -8,7 +8,7 @@ says it on the host.
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ from shared.models import angles
 from shared.models.angles import number_of_document
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
-from shared.parallel.sequence import attend_by_heads
+from shared.parallel.sequence import attend_to_whole_rows
+from shared.process import ranks
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
@@ -84,8 +85,20 @@ class RowMask(torch.Tensor):
         return result
 
 
+@cache
+def understand_row_masks() -> None:
+    """Let transformers read a `RowMask`, from the first one on. Of other masks, it makes what it
+    made before.
+    """
+    for name, make_mask in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+        AttentionMaskInterface.register(name, partial(_mask_of_rows, make_mask))
+    AttentionMaskInterface.register("sdpa", _sdpa_mask_of_rows)
+    use_kernel(None)
+
+
 def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
     """`mask` as a `RowMask`. A fake tensor, for estimates, gets the attribute alone."""
+    understand_row_masks()
     result: Any = mask.as_subclass(RowMask) if type(mask) is torch.Tensor else mask
     result.rows = rows
     return result
@@ -200,8 +213,8 @@ def _sdpa_mask_of_rows(
     their dimension.
 
     For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it
-    for backward. Where a rank has a part of each row, the mask is that of whole rows; `cu_seqlens`
-    is 2-D, and empty in place of None.
+    for backward. Where a rank has a part of each row, it is as `sequence.attend_to_whole_rows`
+    takes it.
     """
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = getattr(attention_mask, "rows", Rows())
@@ -254,20 +267,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA, [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
 
-    It takes a mask, or `cu_seqlens` for the kernel. Masks of whole rows: see `_sdpa_mask_of_rows`.
+    It takes nothing, a mask, or `cu_seqlens` for the kernel.
     """
     rows, _, length, _ = query.shape
-    if attention_mask is not None and (
-        attention_mask.ndim == 2 or (attention_mask.ndim == 4 and attention_mask.shape[2] > length)
-    ):
-        dtype = computed_in(query.device, value.dtype)
-        states = [tensor.to(dtype) for tensor in (query, key, value)]
-        if attention_mask.ndim == 2:
-            attention_mask = attention_mask[0] if attention_mask.numel() else None
-        attend_rows = partial(attend, kernel)
-        return attend_by_heads(
-            attend_rows, module, states, attention_mask, scaling=scaling, **options
-        )
     if kernel is None or not takes_kernel(attention_mask, **options):
         if attention_mask is not None:
             avoid_cudnn()
@@ -318,12 +320,9 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
 def use_kernel(kernel: Kernel | None) -> None:
     """Let transformers' SDPA take `cu_seqlens`, too: by a kernel, or by the mask that they stand
-    for."""
-    AttentionInterface.register("sdpa", partial(attend, kernel))
-
-
-# Without a `RowMask`, they do what transformers' own do.
-for _name, _make_mask in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
-    AttentionMaskInterface.register(_name, partial(_mask_of_rows, _make_mask))
-AttentionMaskInterface.register("sdpa", _sdpa_mask_of_rows)
-use_kernel(None)
+    for. Ranks that share rows attend by heads.
+    """
+    function: Any = partial(attend, kernel)
+    if ranks.sequence_ranks() > 1:
+        function = partial(attend_to_whole_rows, function)
+    AttentionInterface.register("sdpa", function)

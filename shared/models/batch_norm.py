@@ -40,11 +40,11 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
         return None
     synchronised = any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
     seen = batch.micro_batch()[0] * (world_size if synchronised else 1)
-    if seen >= min(batch.global_batch_size, 32):
+    if seen >= min(batch.size, 32):
         return None
     return (
         f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the "
-        f"global batch of {batch.global_batch_size}; the result depends on that number. Better: a "
+        f"global batch of {batch.size}; the result depends on that number. Better: a "
         "larger --per_device_train_batch_size, --sync_batchnorm on several GPUs, or a model with "
         "LayerNorm or GroupNorm (ConvNeXt, Swin, ViT)"
     )

@@ -24,20 +24,23 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         ConfigError: the model has none.
     """
     part = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
-    lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    # what stands for blocks of other ranks has no weights
     lists = [
-        m
-        for m in lists
-        if len({type(b) for b in m}) == 1 or all(hasattr(b, "gradient_checkpointing") for b in m)
+        [block for block in m if any(True for _ in block.parameters())]
+        for m in part.modules()
+        if isinstance(m, nn.ModuleList)
+    ]
+    lists = [
+        blocks
+        for blocks in lists
+        if len({type(b) for b in blocks}) == 1
+        or (blocks and all(hasattr(b, "gradient_checkpointing") for b in blocks))
     ]
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} has no list of equal blocks to checkpoint or compile"
         )
-    return max(
-        ([*modules] for modules in lists),
-        key=lambda found: sum(p.numel() for b in found for p in b.parameters()),
-    )
+    return max(lists, key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
 
 
 HEADS = (

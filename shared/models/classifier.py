@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 
+from shared.data.order import Batch
+from shared.models.counts import measure
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
 from shared.process.printing import note
@@ -87,6 +90,23 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
         config.label_names = list(classes)
     for key in ("num_classes", "in_chans", "global_pool"):  # which timm writes twice
         (getattr(config, "model_args", None) or {}).pop(key, None)
+
+
+def measure_on_device(
+    setup: Any, model: nn.Module, inputs: Batch, memory_format: Any = torch.preserve_format
+) -> None:
+    """Note a classifier's FLOPs, for MFU, and freeze what takes no part in them: see
+    `counts.measure`. Afterwards the model is on the device, or ready to be sharded.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        inputs: one sample.
+    """
+    is_sharded = setup.accelerator.distributed_type == DistributedType.FSDP
+    device = torch.device("cpu") if is_sharded else setup.device  # on which it may not fit whole
+    model.to(device).to(memory_format=memory_format)
+    with setup.accelerator.autocast():
+        setup.flops = measure(model, {name: x.to(device) for name, x in inputs.items()})
 
 
 def make_shardable(model: Any, *, of_text: bool = False) -> None:

@@ -62,6 +62,15 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
 
 
+def describe_parameters(model: nn.Module) -> str:
+    """How many parameters a model has, and how many are trained, for the summary."""
+    trained, count = count_parameters(model)
+    of = "" if trained == count else f"{trained:,} of "
+    share = "" if trained == count else f" trained ({trained / count:.2%})"
+    four_bits = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+    return f"{of}{count:,} parameters{share}" + ", base in 4 bits" * four_bits
+
+
 def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     """Run `inputs` forward and backward once, freeze what takes no part in it, and return the
     FLOPs.

@@ -4,11 +4,23 @@ Its backward may give NaN then, for row lengths like 64 and 192
 (github.com/pytorch/pytorch/issues/196678).
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Take back at the end what a trial in this block has turned off."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def avoid_cudnn() -> None:

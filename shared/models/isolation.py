@@ -16,7 +16,7 @@ from shared.data.order import Batch
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows, scaled_from
 from shared.models.blocks import as_in_an_evaluation
-from shared.models.cudnn import avoid_cudnn
+from shared.models.cudnn import as_before, avoid_cudnn
 from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, reason_of
@@ -39,7 +39,6 @@ Heads = tuple[int, int, int, int, torch.dtype]
 def isolate_documents(
     model: Any,
     device: torch.device,
-    vocab_size: int,
     rows: int = 1,
     *,
     length: int = 128,
@@ -71,8 +70,15 @@ def isolate_documents(
     Raises:
         ConfigError: see `required`.
     """
-    trial = _Trial(model, device, vocab_size, rows, length)
-    avoid_cudnn()  # each number of documents would cost it a new plan
+    with as_before():
+        are_apart, why = _decide(_Trial(model, device, rows, length), required)
+    if are_apart:
+        avoid_cudnn()  # each number of documents would cost it a new plan
+    return are_apart, why
+
+
+def _decide(trial: "_Trial", required: bool) -> tuple[bool, str]:
+    model = trial.model
     if not trial.finds_form():
         why = f"{type(trial.whole).__name__} lets documents of one row see each other{trial.hint}"
         if required:
@@ -86,11 +92,11 @@ def isolate_documents(
         apart += f"{', '.join(kernels)} in recurrent layers, in others by "
     if not trial.heads:
         return True, f"{apart}the model's own attention"
-    kernel = find_kernel(device)
+    kernel = find_kernel(trial.device)
     if kernel is None:
         return True, f"{apart}an attention mask"
     # The kernel has to work on all ranks, because they run the forward together.
-    reasons = gather_object([_why_not(kernel, trial.heads, device)])
+    reasons = gather_object([_why_not(kernel, trial.heads, trial.device)])
     if why := next(filter(None, reasons), "") or trial.why_not_by(kernel):
         return True, f"{apart}an attention mask: {why}"
     return True, f"{apart}attention of variable lengths, without a mask"
@@ -107,12 +113,11 @@ class _Trial:
         hint: why documents are not apart, if it is known.
     """
 
-    def __init__(
-        self, model: Any, device: torch.device, vocab_size: int, rows: int, length: int
-    ) -> None:
+    def __init__(self, model: Any, device: torch.device, rows: int, length: int) -> None:
         self.model = model
         self.whole: Any = without_adapters(model)
         self.device = device
+        vocab_size = self.whole.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
         position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
@@ -247,6 +252,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
     """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
     calls: list[tuple[Heads, bool]] = []
+    attention.understand_row_masks()  # not within the block, where it would undo this
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any

@@ -76,6 +76,25 @@ def causal_lm_loss(
     return loss
 
 
+class TokenLoss:
+    """`causal_lm_loss` of a model, computed by its head where that gives the same.
+
+    Args:
+        model: prepared.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def begin(self, setup: Any) -> None:
+        """Called by `Setup.start`: see `fuse_head`."""
+        compiled = setup.config.speed.torch_compile
+        setup.details["loss"] = fuse_head(setup.accelerator, self.model, compiled=compiled)
+
+    def __call__(self, batch: Batch, *, log: Callable[..., None] | None = None) -> torch.Tensor:
+        return causal_lm_loss(self.model, batch, log=log)
+
+
 def _forward_with_labels(model: nn.Module, batch: Batch, *, by_target: bool) -> Any:
     fused: FusedHead | None = getattr(model, "fused_head", None)
     if fused is None:
@@ -433,9 +452,7 @@ def measure_head(model: nn.Module, whole: Any, batch: Batch) -> Any:
 
 
 @torch.no_grad()
-def fuse_head(
-    accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool | None = False
-) -> str:
+def fuse_head(accelerator: Accelerator, model: Any, *, compiled: bool | None = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the
     summary.
 
@@ -448,6 +465,7 @@ def fuse_head(
     """
     whole = without_adapters(model)
     generator = torch.Generator().manual_seed(0)
+    vocab_size = whole.config.get_text_config().vocab_size
     tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(
         accelerator.device
     )
@@ -455,8 +473,8 @@ def fuse_head(
     trial = {"input_ids": tokens, "labels": labels}
     summary = "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
     with as_in_an_evaluation(model):
-        plain = causal_lm_loss(model, trial)
         try:
+            plain = causal_lm_loss(model, trial)
             function = measure_head(model, whole, trial)
             model.fused_head = FusedHead(whole, function, compiled)
             loss = causal_lm_loss(model, trial)

@@ -6,8 +6,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from shared.experts.products import use_launch_precision
+from shared.models import adapters
 from shared.models.classifier import load_classifier
 from shared.models.hub import from_hub
+from shared.models.options import AdapterConfig
+
+# By --problem_type: transformers' name of it.
+PROBLEM_TYPES = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
 
 
 def text_heads(model: Any) -> dict[str, nn.Module]:
@@ -20,6 +29,14 @@ def text_heads(model: Any) -> dict[str, nn.Module]:
     }
 
 
+def with_adapters(model: Any, r: int, alpha: int) -> nn.Module:
+    """A classifier of texts with LoRA adapters of rank `r`, trained beside its head and pooler."""
+    poolers = [name for name, _ in model.named_modules() if name.endswith("pooler")]
+    whole = (*text_heads(model), *poolers)
+    adapter = AdapterConfig(lora_r=r, lora_alpha=alpha, modules_to_save=whole)
+    return adapters.add_adapters(model, adapter, "SEQ_CLS")
+
+
 def load_text_classifier(
     name: str, classes: tuple[str, ...], problem_type: str, pad_token_id: int, **options: Any
 ) -> tuple[Any, tuple[str, ...]]:
@@ -30,13 +47,13 @@ def load_text_classifier(
 
     Args:
         classes: their names; of a regression, one.
-        problem_type: as transformers names it.
+        problem_type: see PROBLEM_TYPES.
 
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing. A pooler may be.
     """
     config = from_hub(AutoConfig, name)
-    config.problem_type = problem_type
+    config.problem_type = PROBLEM_TYPES[problem_type]
     config.get_text_config().pad_token_id = pad_token_id
     model, classes = load_classifier(
         AutoModelForSequenceClassification,

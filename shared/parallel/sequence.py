@@ -88,21 +88,31 @@ def _exchanged(
     )
 
 
-def attend_by_heads(
+def attend_to_whole_rows(
     attend: Callable[..., Any],
     module: Any,
-    states: list[torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's tokens to whole rows.
+    """Attention of this rank's tokens to whole rows, if the mask is of such; else that of rows
+    which the rank has alone.
 
     Args:
         attend: as without: [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
-        states: query, key and value of this rank's tokens.
-        mask: of whole rows.
+        mask: of whole rows longer than these; or [1, bounds], the `cu_seqlens` of whole rows, empty
+            where they need no mask.
     """
-    query, key, value = states
+    if mask is None or (mask.ndim != 2 and (mask.ndim == 1 or mask.shape[2] <= query.shape[2])):
+        return attend(module, query, key, value, mask, **options)
+    if mask.ndim == 2:
+        mask = mask[0] if mask.numel() else None
+    device = query.device.type
+    mixed = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if mixed else value.dtype
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     count = ranks.sequence_ranks()
     repeats = count // math.gcd(count, key.shape[1])  # each rank needs a head of keys
     if repeats > 1:
@@ -112,6 +122,6 @@ def attend_by_heads(
             num_key_value_groups=query.shape[1] // key.shape[1],
             is_causal=getattr(module, "is_causal", True),
         )
-    states = _Exchange.apply(1, 2, query, key, value)  # heads for tokens
-    output, _ = attend(module, *states, mask, **options)
+    query, key, value = _Exchange.apply(1, 2, query, key, value)  # heads for tokens
+    output, _ = attend(module, query, key, value, mask, **options)
     return _Exchange.apply(1, 2, output)[0], None  # tokens for heads

@@ -18,9 +18,12 @@ from shared.data.loader import Share, Window
 from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
+from shared.parallel import sharding
 from shared.run.run import Run
+from shared.run.setup import Setup
 from shared.text.chat import Conversations
 from shared.text.packing import collate_padded
+from shared.training import defaults
 
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
@@ -54,14 +57,14 @@ class Rollouts:
         batch.require_full_batch(len(prompts), "prompts")
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.order = Order(len(prompts), batch.global_batch_size, batch.seed, drop_last=True)
+        self.order = Order(len(prompts), batch.size, batch.seed, drop_last=True)
         self.share = share
         self.group = config.group_size
         self.updates = config.updates_per_rollout
         self.max_new_tokens = config.max_new_tokens
         self.per_device = batch.per_device_train_batch_size
         self.at_once = batch.per_device_eval_batch_size
-        rows = batch.global_batch_size * self.group
+        rows = batch.size * self.group
         self.tensors = {
             "answers": torch.full((rows, self.max_new_tokens), -1),
             "advantages": torch.zeros(rows),
@@ -77,6 +80,9 @@ class Rollouts:
         )
 
     # In place of a Loader -------------------------------------------------------------------------
+
+    one_shape = False
+    multiple = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -270,3 +276,20 @@ class Rollouts:
         # each token predicts the next one
         last = max(1, len(ids) - 1)
         return {"input_ids": ids[:last], "labels": labels[:last]}
+
+
+def prepare_rollouts(setup: Setup, prompts: Conversations, tokenizer: Any) -> Rollouts:
+    """`Rollouts` of a global batch that fits the number of prompts, where none is given; with
+    several updates, their tensors are in the checkpoints.
+
+    Raises:
+        ConfigError: there are fewer prompts than one global batch.
+    """
+    fitting = defaults.for_prompts(setup.config.batch, len(prompts))
+    config = setup.set_defaults(f"{len(prompts):,} prompts", **fitting)
+    rollouts = Rollouts(config, prompts, tokenizer, sharding.share(setup.accelerator))
+    setup.about["batch"] = rollouts.describe()
+    if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
+        setup.strategy.require("--updates_per_rollout")
+        setup.keep("rollout", rollouts.tensors)
+    return rollouts

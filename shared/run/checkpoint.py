@@ -33,11 +33,11 @@ from shared.run.checkpoint_files import (
     MANIFEST,
     CheckpointError,
     checkpoints,
-    require_compatible,
     verify,
     write_manifest,
 )
 from shared.run.prepared import Prepared
+from shared.run.resumable import note_changes, require_resumable
 from shared.run.state import TrainState
 from shared.run.tensors import Piece, pieces_of, read, saved_tensors, share_out, write
 from shared.run.trained import kept_of
@@ -245,7 +245,8 @@ class Checkpointer:
         if found is None:
             return TrainState()
         folder, manifest = found
-        require_compatible(folder, manifest, self.facts, self.config)
+        require_resumable(folder, manifest, self.facts, self.config)
+        note_changes(folder, manifest, self.facts)
         faults.point("resume.verified")
         state = TrainState(**manifest["state"])
         self._load(folder, manifest)

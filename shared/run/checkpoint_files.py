@@ -1,4 +1,4 @@
-"""Checkpoint folders: found, verified, compared with the run that reads them."""
+"""Checkpoint folders: found and verified."""
 
 import hashlib
 import json
@@ -6,15 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shared.config import parse as configs
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, NotNow
 from shared.process.files import digest
-from shared.process.printing import note, print_main
+from shared.process.printing import print_main
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 7
-FIXED = {"global_batch_size", "mix_weights"}  # settings that no --allow_changed allows
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -109,68 +107,3 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def require_compatible(
-    folder: Path, before: dict[str, Any], now: dict[str, Any], config: Any
-) -> None:
-    """Print which settings differ from a checkpoint's, and refuse those that change what is
-    learned.
-
-    Args:
-        before, now: the checkpoint's manifest and this run's: data, base, replicas, settings,
-            strategy, versions.
-        config: the template's, whose `--allow_changed` names what may differ all the same.
-
-    Raises:
-        ConfigError: with the settings and what to do.
-    """
-    others = {
-        "data": "other data",
-        "base": "other base weights, which it does not contain",
-    }
-    if before["replicas"] != now["replicas"]:
-        raise ConfigError(
-            f"{folder} is of {before['replicas'] or 'no replicas'} that train apart, and this "
-            f"launch has {now['replicas'] or 'none'}: use as many, or another --output_dir"
-        )
-    for name, other in others.items():
-        if before[name] != now[name] and name not in config.checkpoint.allow_changed:
-            raise ConfigError(
-                f"{folder} belongs to a run on {other}: use the same, another --output_dir (to "
-                f"train its final/ further: docs/after_training.md), or --allow_changed {name}"
-            )
-    refuse_changes(folder, before["settings"], now["settings"], config)
-    lines = _changes(before["settings"], now["settings"])
-    facts = _changes(before, now)
-    lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
-    if lines:
-        note(f"settings that differ from those of {folder.name}:", *lines.values())
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """The settings that differ, by name: what each was and is."""
-    return {
-        name: f"{name} was {before[name]!r}, now {value!r}"
-        for name, value in now.items()
-        if name in before and before[name] != value
-    }
-
-
-def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], config: Any) -> None:
-    """Raise ConfigError if settings differ from a checkpoint's that change what is learned and
-    that `--allow_changed` does not name.
-    """
-    changed = _changes(before, now)
-    allowed = configs.free_fields(type(config)).union(config.checkpoint.allow_changed)
-    if fixed := sorted(changed.keys() & FIXED):
-        raise ConfigError(
-            f"{folder}: --{fixed[0]} cannot change within a run, since samples would be repeated "
-            "or skipped: train its final/ further in another --output_dir"
-        )
-    if refused := sorted(changed.keys() - allowed):
-        raise ConfigError(
-            f"{folder} belongs to a run that learns something else "
-            f"({'; '.join(changed[name] for name in refused)}): use the same settings, another "
-            f"--output_dir, or, if its weights fit this model, --allow_changed {' '.join(refused)}"
-        )

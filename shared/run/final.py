@@ -1,5 +1,6 @@
 """What a run that tunes all weights of a language model leaves: final/."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ def save_whole(
     tokenizer: Any,
     *,
     title: str,
-    about: str,
     end: int | None,
     dtype: torch.dtype,
 ) -> None:
@@ -27,8 +27,7 @@ def save_whole(
     rank calls this.
 
     Args:
-        title: of the card.
-        about: a line about the data.
+        title: of the card, after the model's name.
         end: the token that ends a turn, if there is one.
     """
     name = run.config.model_name_or_path
@@ -40,4 +39,4 @@ def save_whole(
     with whole_folder(run.dir / "final") as folder:
         save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
         load = usage(load_line(whole), tokenizer)
-        run.write_card(folder, title, about, load=load)
+        run.write_card(folder, f"{Path(name).name}, {title}", load=load)

@@ -15,19 +15,11 @@ from shared.process.printing import print_main
 from shared.run.run import Run
 
 
-def save_adapter(
-    run: Run,
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    about: str,
-    end: int | None,
-) -> None:
+def save_adapter(run: Run, model: nn.Module, tokenizer: Any, *, end: int | None) -> None:
     """Write final/ (adapter, tokenizer, card) and, with --merge_adapter, merged/. Every rank calls
     this.
 
     Args:
-        about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
     config = run.config
@@ -44,7 +36,7 @@ def save_adapter(
         copy_processor(name, folder)
         title = f"LoRA adapter of {Path(name).name}"
         load = usage(adapters.load_line(whole), tokenizer)
-        run.write_card(folder, title, about, load=load, library_name="peft")
+        run.write_card(folder, title, load=load, library_name="peft")
     if config.adapter.merge_adapter:
         merged = adapters.merge(
             name, config.adapter, config.speed, run.accelerator, run.dir / "final"
@@ -56,7 +48,7 @@ def save_adapter(
             copy_processor(name, folder)
             title = f"{Path(name).name} with a LoRA adapter merged in"
             load = usage(load_line(merged), tokenizer).replace('"final"', '"merged"')
-            run.write_card(folder, title, about, load=load)
+            run.write_card(folder, title, load=load)
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(

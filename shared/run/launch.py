@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.config.options import BatchConfig
+from shared.data.loader import use_tokenizer_threads
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
@@ -363,7 +364,7 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
 
 def quieten_libraries() -> None:
     """Keep from the console what a user cannot act on. Errors stay."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    use_tokenizer_threads(True)
     if not (ranks.is_main_rank() and sys.stderr.isatty()):
         from transformers.utils import logging as transformers_logging
 

@@ -48,20 +48,16 @@ class Logger:
         prepared: the run.
         state: resumed or new; a tracker's run id is put into it.
         total_steps: optimizer steps of the whole run.
-        flops: floating-point operations of forward and backward for one token or image, for MFU;
-            None where unknown.
     """
 
-    def __init__(
-        self, prepared: Prepared, state: TrainState, total_steps: int, flops: float | None
-    ) -> None:
+    def __init__(self, prepared: Prepared, state: TrainState, total_steps: int) -> None:
         accelerator = self.accelerator = prepared.accelerator
         config = prepared.config
         self.state = state
         # of pairs, tokens pass through the model
         self.passed = "tokens" if prepared.unit == "pairs" else prepared.unit
         self.unit = prepared.unit
-        self.flops = flops
+        self.flops = prepared.flops
         self.first = state.step
         self.total_steps = total_steps
         self.best_metric: str = config.evaluation.metric_for_best_model

@@ -29,6 +29,10 @@ class Prepared:
         average: the weights that evaluations and final/ have in place of the model's, if any: their
             moving average, or those that replicas agreed on.
         kept: what checkpoints hold beside models and optimizers, by prefix.
+        flops: floating-point operations of forward and backward for one token or image, for MFU;
+            None where unknown.
+        about: rows of the summary, each written where its fact is decided.
+        details: further rows, for summary.txt alone.
     """
 
     config: Any
@@ -41,6 +45,9 @@ class Prepared:
     optimizers: list[Any] = field(default_factory=list)
     average: WeightCopy | None = None
     kept: dict[str, Kept] = field(default_factory=dict)
+    flops: float | None = None
+    about: dict[str, str | None] = field(default_factory=dict)
+    details: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
@@ -21,6 +20,7 @@ from shared.parallel import sharding
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
+from shared.run.prepared import Prepared
 from shared.text.preferences import Pairs, one_pass
 
 
@@ -55,15 +55,7 @@ def identity_of_start(name: str, model: Any, adapter: AdapterConfig) -> Start:
 
 
 @torch.no_grad()
-def add_reference(
-    accelerator: Accelerator,
-    model: nn.Module,
-    pairs: Pairs,
-    start: Start,
-    *,
-    seq_length: int,
-    per_device: int,
-) -> str:
+def add_reference(setup: Prepared, model: nn.Module, pairs: Pairs, start: Start) -> str:
     """Give pairs the log-probabilities of the model as it is now. They are kept beside the prepared
     data.
 
@@ -73,7 +65,6 @@ def add_reference(
     Args:
         model: prepared.
         start: `identity_of_start`.
-        per_device: pairs in one forward of one device.
 
     Returns:
         computed, or read.
@@ -81,6 +72,7 @@ def add_reference(
     Raises:
         ConfigError: they are not finite, or cannot be written or read.
     """
+    accelerator = setup.accelerator
     precision = accelerator.mixed_precision
     key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, precision=precision)
     folder = cache_dir() / "reference" / key
@@ -90,7 +82,13 @@ def add_reference(
         return "read"
     # the last row is that of rows that only fill a batch, whose index is -1
     found = torch.zeros(len(pairs) + 1, 2, device=accelerator.device)
-    loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
+    loader = one_pass(
+        pairs,
+        pairs.lengths,
+        setup.config.data.seq_length,
+        setup.config.batch.per_device_eval_batch_size,
+        sharding.share(accelerator),
+    )
     steps = loader.steps_per_epoch or 0
     with in_eval_mode(model):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shared.data.order import Batch
 from shared.models.weights import persistent_buffers
 from shared.parallel.gradients import end_step, keeps_gradients
 from shared.parallel.strategy import Strategy
@@ -31,22 +30,22 @@ class Rehearsal:
 
     Args:
         models, optimizers: as `Setup.prepare` returned them.
-        loader: of the training data: has `per_device` and `longest(rows)`.
-        losses: batch -> scalar. Together they pass through all models.
+        loader: of the training data: has `per_device`, `multiple` and `longest(rows)`.
+        loss: batch -> scalar, through all models.
     """
 
     strategy: Strategy
     models: Sequence[nn.Module]
     optimizers: Sequence[Any]
     loader: Any
-    losses: Sequence[Callable[[Batch], torch.Tensor]]
+    loss: Any
 
-    def find_batch_size(self, multiple: int = 1) -> int:
+    def find_batch_size(self) -> int:
         """Halve the rows of a micro-batch until memory suffices; the loader uses the number from
         then on.
 
-        They divide the loader's rows and are a multiple of `multiple`. The optimizer's state and
-        gradients are in place meanwhile. The global batch stays, so training learns the same.
+        They divide the loader's rows and are a multiple of its `multiple`. The optimizer's state
+        and gradients are in place meanwhile. The global batch stays, so training learns the same.
 
         Raises:
             OutOfMemoryError: a single row does not fit; or FSDP's ranks do not have the same free
@@ -55,9 +54,10 @@ class Rehearsal:
         """
         self.strategy.require("--find_batch_size")
         asked = rows = self.loader.per_device
+        step = self.loader.multiple
         with self._taken_back(self.optimizers):
             while not self._fits(rows):
-                fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
+                fewer = [n for n in range(step, rows // 2 + 1, step) if rows % n == 0]
                 if not fewer:
                     raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
                 print_main(
@@ -82,8 +82,7 @@ class Rehearsal:
         batch = self.loader.longest(self.loader.per_device)
         with self._taken_back():
             for _ in range(2):  # the second forward moves the gradients into their new buckets
-                for loss in self.losses:
-                    self.strategy.backward(loss(batch), 0.0)
+                self.strategy.backward(self.loss(batch), 0.0)
         self._clear_gradients()
 
     def dress_rehearsal(self, saver: Checkpointer) -> None:
@@ -137,8 +136,7 @@ class Rehearsal:
         try:
             for _ in range(2):  # the second beside the gradients of the first
                 with reduced(self.strategy.accelerator, self.models, last=False):
-                    for loss in self.losses:
-                        self.strategy.backward(loss(batch), 0.0)
+                    self.strategy.backward(self.loss(batch), 0.0)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

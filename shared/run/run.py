@@ -4,7 +4,7 @@ A template holds its own code and the optimizer step. The rest is the same for a
 
     setup = Setup(config, "pretrain")    # before the first step: see setup.py
     ...
-    run = setup.start(train, fingerprint="...", total_steps=100)
+    run = setup.start(train, loss, fingerprint="...")
     for step in run.steps(): ...         # seeds, rate, logs, checkpoints
     run.load_best_weights()
     run.close("done")
@@ -13,6 +13,7 @@ There are no callbacks. To change the step, edit the template. To change the res
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,17 +48,17 @@ class Run:
 
     Args:
         prepared: the run before its first step.
-        train: the training data: a `Loader` or `Stream`.
+        train: the training data, as `Setup.start` takes them.
         saver: saves and loads its checkpoints.
         state: resumed or new.
         total_steps: optimizer steps of the whole run.
-        flops: floating-point operations of forward and backward for one token or image, for MFU.
 
     Attributes:
         config: the template's, with all that was chosen.
         accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank
             0.
         dir: the run's folder.
+        unit: what throughput counts: tokens, images, texts or pairs.
         state: counts and scores; `notes` is for the template: JSON, saved in checkpoints.
         is_last: the present step is the last one.
     """
@@ -69,7 +70,6 @@ class Run:
         saver: Checkpointer,
         state: TrainState,
         total_steps: int,
-        flops: float | None,
     ) -> None:
         config = self.config = prepared.config
         self.accelerator = prepared.accelerator
@@ -80,13 +80,15 @@ class Run:
         self.models = prepared.models
         self.optimizers = prepared.optimizers
         self.average = prepared.average
+        self.about = prepared.about
+        self.unit = prepared.unit
         self.train = train
         self.saver = saver
         self.state = state
         self.total_steps = total_steps
         self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
         self.save_steps = config.checkpoint.every(total_steps)
-        self.logger = Logger(prepared, state, total_steps, flops)
+        self.logger = Logger(prepared, state, total_steps)
         self.guard = Guard(
             self.strategy,
             list(self.models.values()),
@@ -288,13 +290,25 @@ class Run:
         """
         return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
 
-    def write_card(self, folder: Path, title: str, data: str, *, load: str, **front: str) -> None:
+    def change_of(self, *names: str) -> str:
+        """Values of evaluations before and after training, for the last lines. Names are without
+        eval_.
+        """
+        both = self.state.before, self.state.results
+        values = [[each.get(f"eval_{name}", math.nan) for each in both] for name in names]
+        changes = [
+            f"{name} {before:.4f} before, {after:.4f} after training"
+            for name, (before, after) in zip(names, values, strict=True)
+        ]
+        return f"validation {'; '.join(changes)}"
+
+    def write_card(self, folder: Path, title: str, *, load: str, **front: str) -> None:
         """Write the model card: data, code, launch, results before training and of the best
         evaluation, settings. Main rank.
 
         Args:
             folder: gets it as README.md.
-            title, data: of the model, and a line about its data.
+            title: of the model. The line about its data is that of the summary.
             load: lines of Python that load it.
             front: metadata for the Hub.
         """
@@ -302,7 +316,7 @@ class Run:
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
         card = model_card(
             title,
-            data,
+            self.about.get("data") or "",
             results,
             configs.flatten(self.config),
             made_by=f"version {version()}, {launch.strategy(self.accelerator)}",

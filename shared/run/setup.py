@@ -1,10 +1,9 @@
 """What happens before training, in the order in which a template calls it:
 
 setup = Setup(config, "pretrain")                       # processes; the run's folder
+setup.set_defaults("3M parameters", learning_rate=4e-3) # what the user left open
 model, optimizers = setup.prepare(model, optimizers)    # on the device, sharded
-config = setup.compile(model, 100)                      # --torch_compile, or where it saves time
-config = setup.rehearse(train, loss)                    # --find_batch_size, --dress_rehearsal
-run = setup.start(train, fingerprint="...", total_steps=100)
+run = setup.start(train, loss, fingerprint="...")       # compiled, tried, resumed
 """
 
 import math
@@ -20,7 +19,8 @@ from accelerate import Accelerator
 from shared.config import parse as configs
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
-from shared.models.blocks import compile_blocks
+from shared.models.blocks import compile_blocks, compile_images
+from shared.models.counts import describe_parameters
 from shared.parallel.kept import Tensors
 from shared.parallel.strategy import Strategy
 from shared.parallel.zero import strategy_of
@@ -30,35 +30,29 @@ from shared.process.printing import note, print_main, summary
 from shared.process.redaction import redact
 from shared.run import exits, launch, tracking
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import find, refuse_changes
+from shared.run.checkpoint_files import find
 from shared.run.folder import open_run
 from shared.run.prepared import Prepared
 from shared.run.rehearsal import Rehearsal
+from shared.run.resumable import measured_by, require_resumable
 from shared.run.run import Run
-from shared.run.state import better
+from shared.run.state import TrainState, better
 from shared.run.trained import MovingAverage
 from shared.training import defaults, optim
-
-# Rows of the summary that only summary.txt has.
-DETAILS = (
-    *("adapters", "attention", "packing", "loss", "log-probabilities", "log probabilities"),
-    *("documents", "mixture", "reference", "labels", "images", "weights"),
-)
-
-
-def _is_open(value: Any) -> bool:
-    """Whether the user left a setting open: None, or 0 of a size. False counts as given."""
-    return not value and value is not False
 
 
 class Setup(Prepared):
     """A run before its first step. All ranks call the same methods in the same order.
+
+    `setup.config` is the template's config with what was chosen so far. Before `start`, a template
+    may write rows of the summary into `about` and `details`.
 
     Args:
         config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint
             and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
+        demo: what the demo's data are trained with, by flag.
         strategy: makes the Strategy.
     """
 
@@ -68,6 +62,7 @@ class Setup(Prepared):
         name: str,
         *,
         unit: str = "tokens",
+        demo: dict[str, Any] | None = None,
         strategy: Callable[[Accelerator], Strategy] = strategy_of,
     ) -> None:
         speed = config.speed
@@ -92,9 +87,12 @@ class Setup(Prepared):
             named = config.checkpoint.resume_from_checkpoint
             self._found = on_main(partial(find, self.dir, named))
         if self._found:
-            # before minutes of loading; `Checkpointer.resume` looks at all settings
-            given = {n: v for n, v in redact(configs.flatten(config)).items() if not _is_open(v)}
-            refuse_changes(self._found[0], self._found[1]["settings"], given, config)
+            # before minutes of loading; `Checkpointer.resume` knows the rest
+            settings = redact(configs.flatten(config))
+            given = {name: value for name, value in settings.items() if value is not None}
+            require_resumable(*self._found, {"settings": given}, config)
+        if demo and config.data.is_demo:
+            self.set_defaults("the demo", **demo)
 
     def set_defaults(self, reason: str, **values: Any) -> Any:
         """Set what the user left open, and return the config with it. The summary says it.
@@ -108,11 +106,11 @@ class Setup(Prepared):
         given = configs.flatten(self.config)
         has_budget = any(given.get(name) is not None for name in configs.BUDGETS)
         settings = self._found[1]["settings"] if self._found else {}
-        before = {name: value for name, value in settings.items() if not _is_open(value)}
+        before = {name: value for name, value in settings.items() if value is not None}
         values = {
             name: before.get(name, value)
             for name, value in values.items()
-            if not (has_budget and name in configs.BUDGETS) and _is_open(given[name])
+            if not (has_budget and name in configs.BUDGETS) and given[name] is None
         }
         self.config = configs.replace(self.config, **values)
         if values and reason:
@@ -140,6 +138,9 @@ class Setup(Prepared):
         """
         if self.models:
             self.strategy.require("a second model")
+        path = configs.flatten(self.config).get("model_name_or_path") if name == "model" else None
+        title = path or type(model).__name__
+        self.about.setdefault(name, f"{title}, {describe_parameters(model)}")
         options = self.config.optim
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -157,27 +158,86 @@ class Setup(Prepared):
             self.average = self.strategy.average
         return model, optimizers
 
-    def compile(
+    def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Save more tensors in checkpoints, and load them in place on resume."""
+        self.strategy.require("Setup.keep")
+        self._extra |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        self.kept["extra."] = Tensors(self._extra)
+
+    def start(
         self,
-        model: Any,
-        steps: int,
-        how: Callable[[Any], None] = compile_blocks,
+        train: Any,
+        loss: Callable[[Batch], torch.Tensor] | None,
         *,
-        least: int = defaults.STEPS_TO_COMPILE,
-        one_shape: bool = True,
-    ) -> Any:
-        """Compile `model` in place, if --torch_compile says so or, where it is not given, if that
+        fingerprint: str,
+        steps: int | None = None,
+        makes: str = "final",
+    ) -> Run:
+        """Decide what is left, in this order, and begin or continue:
+
+        1. the number of optimizer steps;
+        2. whether blocks are compiled;
+        3. what the loss decides (`loss.begin`), such as to fuse the model's head;
+        4. --find_batch_size;
+        5. DDP's buckets;
+        6. --dress_rehearsal;
+        7. the newest whole checkpoint, or the beginning;
+        8. config.yaml, summary, logs. From here on a signal stops the run with a checkpoint.
+
+        Args:
+            train: the training data: a `Loader`, `Stream` or `Rollouts`.
+            loss: batch -> scalar, through all models. Its method `begin(setup)`, if it has one, is
+                called while the models have their first weights, also where the run continues.
+                None: nothing can be tried, as with a pipeline.
+            fingerprint: of the samples; a run on other samples is not continued.
+            steps: optimizer steps of the whole run, if --max_steps and --num_train_epochs do not
+                say it.
+            makes: the last thing that the template writes. If it exists, a run without steps left
+                is finished.
+
+        Raises:
+            Finished: nothing is left to do.
+            ConfigError: the checkpoint's run has other settings that change what the model learns.
+        """
+        if steps is None:
+            steps = self.config.batch.total_steps(train.steps_per_epoch)
+        self._compile(steps, one_shape=train.one_shape)
+        begin = getattr(loss, "begin", None)
+        if begin is not None:
+            begin(self)
+        trials = Rehearsal(self.strategy, [*self.models.values()], self.optimizers, train, loss)
+        if self.config.batch.find_batch_size:
+            rows = trials.find_batch_size()
+            self.config = configs.replace(self.config, per_device_train_batch_size=rows)
+        trials.settle_ddp()
+        saver = Checkpointer(self, fingerprint)
+        if self.config.checkpoint.dress_rehearsal and not self._found:
+            trials.dress_rehearsal(saver)
+        state = saver.resume(self._found)
+        self._continue(state, train, steps, fingerprint)
+        is_over = state.step >= steps or bool(state.stopped_early)
+        if is_over and on_main((self.dir / makes).exists):
+            raise exits.Finished(
+                f"{self.dir} is finished: {state.step} steps. Train longer with a larger budget "
+                "(--max_steps or --num_train_epochs) and its name after --allow_changed, or choose "
+                "another --output_dir"
+            )
+        if self.is_main:
+            config = configs.replace(self.config, output_dir=self.dir)
+            configs.save(config, self.dir / "config.yaml")
+        self._print_summary(train, steps)
+        return Run(self, train, saver, state, steps)
+
+    def _compile(self, steps: int, *, one_shape: bool) -> None:
+        """Compile the model in place, if --torch_compile says so or, where it is not given, if that
         saves time on this device. A run that continues keeps what it did.
 
         Args:
-            steps: optimizer steps of the whole run.
-            how: compiles a model without wrappers.
-            least: steps from which on compiling saves more time than it takes.
             one_shape: all batches have one; each other shape would be compiled anew, and slower.
-
-        Returns:
-            The config, which says whether the model is compiled.
         """
+        how, least = compile_blocks, defaults.STEPS_TO_COMPILE
+        if self.unit == "images":
+            how, least = compile_images, defaults.STEPS_TO_COMPILE_IMAGES
         asked = self.config.speed.torch_compile
         can_decide = self.device.type == "cuda"
         can_decide &= "--torch_compile by default" not in self.strategy.lacks
@@ -192,125 +252,52 @@ class Setup(Prepared):
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None
             try:
-                how(self.accelerator.unwrap_model(model))
+                how(self.accelerator.unwrap_model(self.models["model"]))
             except ConfigError as error:
                 if asked:
                     raise
                 self.config = configs.replace(self.config, torch_compile=False)
                 note(f"not compiled: {error}")
-        return self.config
 
-    def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Save more tensors in checkpoints, and load them in place on resume."""
-        self.strategy.require("Setup.keep")
-        self._extra |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
-        self.kept["extra."] = Tensors(self._extra)
-
-    def rehearse(
-        self, train: Any, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1
-    ) -> Any:
-        """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets.
-        Changes no weights.
-
-        Args:
-            train: the training data: a `Loader` or `Stream`.
-            losses: batch -> scalar; together they pass through all models.
-            multiple: the rows of a micro-batch have to be a multiple of this.
-
-        Returns:
-            The config, with the batch size that was found.
+    def _continue(self, state: TrainState, train: Any, steps: int, fingerprint: str) -> None:
+        """Let the data go on where the checkpoint's run was, and see what of its state still
+        counts.
         """
-        models = list(self.models.values())
-        trial = Rehearsal(self.strategy, models, self.optimizers, train, losses)
-        if self.config.batch.find_batch_size:
-            rows = trial.find_batch_size(multiple)
-            self.config = configs.replace(self.config, per_device_train_batch_size=rows)
-        trial.settle_ddp()
-        if self.config.checkpoint.dress_rehearsal and not self._found:
-            trial.dress_rehearsal(Checkpointer(self, ""))
-        return self.config
-
-    def start(
-        self,
-        train: Any,
-        *,
-        fingerprint: str,
-        total_steps: int,
-        makes: str = "final",
-        samples: str = "rows",
-        flops: float | None = None,
-        **rows: Any,
-    ) -> Run:
-        """Continue from the newest whole checkpoint of the run's folder, or begin: write
-        config.yaml, print the summary, start the logs. From here on a signal stops the run with a
-        checkpoint.
-
-        Args:
-            train: the training data: a `Loader` or `Stream`.
-            fingerprint: of the samples; a run on other samples is not continued.
-            total_steps: optimizer steps of the whole run.
-            makes: the last thing that the template writes. If it exists, a run without steps left
-                is finished.
-            samples: the unit of a batch, for the summary: rows, images, texts.
-            flops: floating-point operations of forward and backward for one token or image, for
-                MFU.
-            rows: more lines of the summary; `optimizer` and `batch` replace what the flags say.
-
-        Raises:
-            Finished: nothing is left to do.
-            ConfigError: the checkpoint's run has other settings that change what the model learns.
-        """
-        config = self.config
-        saver = Checkpointer(self, fingerprint)
-        state = saver.resume(self._found)
+        options = self.config.evaluation
         if state.place:
             train.place = state.place
-        rate = optim.learning_rate(config.optim, state.step, total_steps)
+        rate = optim.learning_rate(self.config.optim, state.step, steps)
         if state.next_rate is not None and not math.isclose(rate, state.next_rate):
             print_main(
                 "warning: with this budget and schedule the learning rate goes from "
                 f"{state.next_rate:.3g} to {rate:.3g} here (docs/after_training.md, Train longer)"
             )
-        metric = config.evaluation.metric_for_best_model
-        state.begin_scoring(metric, fingerprint, configs.measured_by(config))
-        if state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
+        state.begin_scoring(options.metric_for_best_model, fingerprint, measured_by(self.config))
+        if state.stopped_early != [steps, options.early_stopping_patience]:
             state.stopped_early = []
-        is_over = state.step >= total_steps or bool(state.stopped_early)
-        if is_over and on_main((self.dir / makes).exists):
-            raise exits.Finished(
-                f"{self.dir} is finished: {state.step} steps. Train longer with a larger budget "
-                "(--max_steps or --num_train_epochs) and its name after --allow_changed, or choose "
-                "another --output_dir"
-            )
-        config = configs.replace(config, output_dir=self.dir)
-        if self.is_main:
-            configs.save(config, self.dir / "config.yaml")
-        self._print_summary(train, total_steps, samples, rows)
-        return Run(self, train, saver, state, total_steps, flops)
 
-    def _print_summary(
-        self, train: Any, total_steps: int, samples: str, rows: dict[str, Any]
-    ) -> None:
+    def _print_summary(self, train: Any, steps: int) -> None:
         config = self.config
         epoch = train.steps_per_epoch
-        epochs = f", {total_steps / epoch:.2f} epochs" if epoch else ""
+        epochs = f", {steps / epoch:.2f} epochs" if epoch else ""
         if isinstance(order := getattr(train, "order", None), Mixture):
-            rows["mixture"] = order.describe(total_steps)
-        cadence = f"evaluates every {config.evaluation.every(total_steps, epoch):,} steps"
-        cadence += f", saves every {config.checkpoint.every(total_steps):,} steps"
+            self.details["mixture"] = order.describe(steps)
+        cadence = f"evaluates every {config.evaluation.every(steps, epoch):,} steps"
+        cadence += f", saves every {config.checkpoint.every(steps):,} steps"
         metric = config.evaluation.metric_for_best_model
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
-        own = {name.replace("_", " "): value for name, value in rows.items()}
+        rows = "rows" if self.unit == "tokens" else self.unit
         lines = {
             "run on": launch.strategy(self.accelerator),
-            **own,
-            "batch": launch.batch_line(config.batch, self.accelerator, samples),
-            "budget": f"{total_steps:,} steps{epochs}",
+            **self.about,
+            **self.details,
+            "batch": launch.batch_line(config.batch, self.accelerator, rows),
+            "budget": f"{steps:,} steps{epochs}",
             "cadence": cadence,
             "optimizer": config.optim.describe(),
             "by default": "; ".join(self._chosen) or None,
             "output": f"{os.path.relpath(self.dir)}; summary.txt there says more",
         }
-        lines |= own  # which may describe its batches, or optimizers, itself
-        summary(self.name, lines, details=DETAILS, file=self.dir / "summary.txt")
+        lines |= self.about  # which may say more of batches, or optimizers
+        summary(self.name, lines, details=self.details.keys(), file=self.dir / "summary.txt")

@@ -82,7 +82,7 @@ class TrainState:
         evaluated again.
 
         Args:
-            by: metric, data, and `configs.measured_by`.
+            by: metric, data, and `resumable.measured_by`.
         """
         if self.scored_by and self.scored_by != [*by]:
             if self.best_step:

@@ -1,11 +1,11 @@
 """Language models that are tuned by adapters or, with --full, whole: loaded and saved."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shared import demo
 from shared.experts.products import use_launch_precision
 from shared.models import adapters
 from shared.models.blocks import set_gradient_checkpointing
@@ -15,13 +15,15 @@ from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.run.setup import Setup
+from shared.training import defaults
 
 
 def load_tuned(
     setup: Setup, tokenizer: Any, seq_length: int, flag: str = "--seq_length"
 ) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32.
+    weights, trainable, in fp32. Chooses the learning rate of preferences and rewards, where none is
+    given.
 
     It stays in the mode of an evaluation, without dropout and other noise, as where answers are
     sampled and the reference is computed: otherwise, probabilities would differ before any weight
@@ -43,6 +45,12 @@ def load_tuned(
         base = load_causal_lm(name, attn_implementation=kernel, dtype=torch.float32)
     else:
         base = adapters.load_base(name, config.adapter, speed, setup.accelerator)
+    width = defaults.width(base)
+    rate = defaults.preference_rate(width, full=config.full)
+    if name == str(demo.MODEL):  # tiny, and needs long steps
+        rate = 1e-3
+    what = "all weights" if config.full else "LoRA"
+    setup.set_defaults(f"{what}, width {width}", learning_rate=rate)
     require_fit(base, tokenizer, seq_length, flag)
     set_gradient_checkpointing(base, speed.gradient_checkpointing)
     if not config.full:
@@ -52,25 +60,15 @@ def load_tuned(
     return base.eval()
 
 
-def save_tuned(
-    run: Run,
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    title: str,
-    about: str,
-    end: int | None,
-) -> None:
+def save_tuned(run: Run, model: nn.Module, tokenizer: Any, *, title: str, end: int | None) -> None:
     """Write final/: the adapter or the whole model. Every rank calls this.
 
     Args:
         title: of the card of a whole model, after its name.
-        about, end: see `final_adapter.save_adapter`.
+        end: the token that ends a turn, if there is one.
     """
-    if not run.config.full:
-        save_adapter(run, model, tokenizer, about=about, end=end)
-        return
-    name = run.config.model_name_or_path
-    title = f"{Path(name).name}, {title}"
-    dtype = dtype_of(name)
-    save_whole(run, model, tokenizer, title=title, about=about, end=end, dtype=dtype)
+    if run.config.full:
+        dtype = dtype_of(run.config.model_name_or_path)
+        save_whole(run, model, tokenizer, title=title, end=end, dtype=dtype)
+    else:
+        save_adapter(run, model, tokenizer, end=end)

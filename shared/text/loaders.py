@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared.config.options import BatchConfig
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
+from shared.models import attention
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.options import ChatConfig, SamplesConfig
+from shared.text.options import ChatConfig
 from shared.text.packing import Packed, collate_packed, grouped_order
+from shared.training import defaults
 
 
 @dataclass
@@ -49,52 +49,74 @@ def read_conversations(
     return train, held_out
 
 
-def choose_packing(
-    model: nn.Module,
-    tokenizer: Any,
-    options: SamplesConfig,
-    batch: BatchConfig,
-    device: torch.device,
-    *,
-    why_not: str = "",
-) -> tuple[bool, str]:
-    """(whether rows hold several conversations, why). Every rank calls this, with the prepared
-    model.
+def choose_packing(setup: Any, model: nn.Module, *, why_not: str = "") -> bool:
+    """Whether rows hold several samples. Every rank calls this, with the prepared model.
 
     Args:
+        setup: a `run.setup.Setup`; its summary gets the reason.
         why_not: a reason that these samples cannot be packed, if there is one.
 
     Raises:
         ConfigError: --packing on, and the model or the samples cannot be packed.
     """
-    if why_not and options.packing == "on":
+    config = setup.config
+    asked = config.data.packing
+    if why_not and asked == "on":
         raise ConfigError(f"--packing on: {why_not}")
-    if why_not or options.packing == "off":
-        return False, ": ".join(["off", why_not] if why_not else ["off"])
-    rows = batch.micro_batch()[0] or batch.per_device_train_batch_size
-    return isolate_documents(
-        model,
-        device,
-        len(tokenizer),
-        rows,
-        length=options.row_length,
-        required=options.packing == "on",
-    )
+    if why_not or asked == "off":
+        packed, why = False, ": ".join(["off", why_not] if why_not else ["off"])
+    else:
+        packed, why = isolate_documents(
+            model,
+            setup.device,
+            config.batch.micro_batch()[0],
+            length=config.data.row_length,
+            required=asked == "on",
+        )
+    setup.details |= {"attention": attention.describe(model), "packing": why}
+    return packed
+
+
+def arrange(
+    setup: Any, model: nn.Module, train: chat.Conversations, held_out: chat.Conversations
+) -> ChatData:
+    """Batches of conversations: several in a row if the model keeps them apart, else one in a row,
+    of similar lengths. Chooses the global batch and the epochs that fit their number, where none
+    are given. Every rank calls this.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        model: prepared.
+
+    Raises:
+        ConfigError: there are fewer rows than one global batch; see `choose_packing`.
+    """
+    packed = choose_packing(setup, model, why_not=train.why_not_packed)
+    rows = Packed(train, setup.config.data.seq_length) if packed else train
+    fitting = defaults.for_conversations(setup.config.batch, len(train), len(rows))
+    setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, setup.config, setup.accelerator)
+    setup.about["data"] = data.about
+    return data
 
 
 def build_loaders(
     rows: chat.Conversations | Packed,
     held_out: chat.Conversations,
-    options: ChatConfig,
-    batch: BatchConfig,
+    config: Any,
     accelerator: Accelerator,
 ) -> ChatData:
     """Batches of conversations: several in a row if they are packed, else one in a row, of similar
     lengths.
 
+    Args:
+        config: the template's, with `data` and `batch`.
+
     Raises:
         ConfigError: there are fewer rows than one global batch.
     """
+    options = config.data
+    batch = config.batch
     train = rows.samples if isinstance(rows, Packed) else rows
     about = chat.describe(train, options)
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
@@ -114,12 +136,18 @@ def build_loaders(
             f"{rows.waste:.1%} of them empty"
         )
     batch.require_full_batch(len(rows), what, advice)
-    order = order_of(rows, batch.global_batch_size, batch.seed, options.mix_weights)
+    order = order_of(rows, batch.size, batch.seed, options.mix_weights)
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers
     workers = train.workers if workers is None else workers
     loader = Loader(
-        rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
+        rows,
+        collate,
+        order,
+        share,
+        per_device=batch.micro_batch()[0],
+        one_shape=isinstance(rows, Packed),
+        num_workers=workers,
     )
     chosen = EvenSubset(held_out, options.eval_samples)
     size = batch.per_device_eval_batch_size

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from torch import nn
 
 from shared import demo
-from shared.config.options import BatchConfig
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source
@@ -22,9 +21,10 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.forms import Messages, read_list, require_columns
-from shared.text.loaders import ChatData
+from shared.text.loaders import ChatData, choose_packing
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded, joined
+from shared.training import defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -236,33 +236,37 @@ def read_pairs(
     return train, held_out
 
 
-def build_loaders(
-    train: Pairs,
-    held_out: Pairs,
-    options: PreferenceConfig,
-    batch: BatchConfig,
-    accelerator: Accelerator,
-    *,
-    packed: bool,
-) -> ChatData:
-    """Batches of pairs of similar lengths; those to train on with both answers in a row if
-    `packed`.
+def arrange(setup: Any, model: nn.Module, train: Pairs, held_out: Pairs) -> ChatData:
+    """Batches of pairs of similar lengths; those to train on with both answers in a row if the
+    model keeps them apart. Chooses the global batch and the epochs that fit their number, where
+    none are given. Every rank calls this.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        model: prepared.
 
     Raises:
-        ConfigError: there are fewer pairs than one global batch.
+        ConfigError: there are fewer pairs than one global batch; see `loaders.choose_packing`.
     """
-    batch.require_full_batch(len(train), "pairs")
-    share = sharding.share(accelerator)
+    packed = choose_packing(setup, model)
+    count = len(train)
+    fitting = defaults.batch_and_epochs(
+        setup.config.batch, count, count, most=16, least=8, epochs=1
+    )
+    setup.set_defaults(f"{count:,} pairs", **fitting)
+    options, batch = setup.config.data, setup.config.batch
+    batch.require_full_batch(count, "pairs")
+    share = sharding.share(setup.accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
-    order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
+    order = GroupedOrder(count, batch.size, batch.seed, lengths=train.lengths)
     loader = Loader(
         train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
     chosen = EvenSubset(held_out, options.eval_samples)
     size = batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
-    about = chat.describe(train.samples, options, of_record=2)
+    about = setup.about["data"] = chat.describe(train.samples, options, of_record=2)
     fingerprint = f"{train.samples.fingerprint}, {held_out.samples.fingerprint}"
     return ChatData(loader, validation, held_out, about, fingerprint)
 

@@ -65,7 +65,7 @@ class Stream:
         self.column = options.text_column
         self.validation_percent = options.validation_split_percentage
         self.shuffle_window = max(1, options.shuffle_window)
-        self.global_batch_size = batch.global_batch_size
+        self.global_batch_size = batch.size
         self.per_device = batch.micro_batch()[0]
         self.seed = batch.seed
         self.share = share
@@ -80,6 +80,8 @@ class Stream:
         self.held_out_before: int | None = None
 
     steps_per_epoch: int | None = None
+    one_shape = True
+    multiple = 1
 
     def sequences(
         self,

@@ -101,7 +101,7 @@ def batch_and_epochs(
     """
     epochs = batch.num_train_epochs or epochs
     size = batch.global_batch_size or most
-    if not batch.global_batch_size:
+    if batch.global_batch_size is None:
         while size > rows or (size * STEPS > epochs * rows and size // 2 * samples >= least * rows):
             size //= 2
         readers = ranks.data_parallel_size()

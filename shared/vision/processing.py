@@ -1,6 +1,5 @@
 """What a model's own processor makes of images: tokens in the text, and pixels for the model."""
 
-import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from shared.data.loader import use_tokenizer_threads
 from shared.data.order import Batch
 from shared.images.decoding import BadImage
 from shared.models.hub import from_hub
@@ -33,7 +33,7 @@ class ImageProcessor:
 
         self.name = name
         # Processors tokenise in the workers, too, where the threads of a tokenizer would be missing
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        use_tokenizer_threads(False)
         self.processor = from_hub(AutoProcessor, name)
         self.tokenizer = tokenizer
         self.mark = str(getattr(self.processor, "image_token", ""))  # of an image in a text

@@ -306,13 +306,10 @@ def test_a_score_of_one_s_own_sees_the_record_and_chooses_in_its_direction(alone
     template = (ROOT / "templates/full_finetune.py").read_text()
     own = """
 def score(answer, record):
-    import torch
-
     return {"points_error": torch.tensor(abs(len(answer.split()) - record["points"]))}
-
-
-def evaluate("""
-    (tmp_path / "train.py").write_text(template.replace("\ndef evaluate(", own))
+"""
+    assert "\nscore = like_reference\n" in template
+    (tmp_path / "train.py").write_text(template.replace("\nscore = like_reference\n", own))
     given = (*flags, "--metric_for_best_model", "points_error")
     argv = command("full_finetune", tmp_path / "run", *given, processes=2)
     argv = [argument.replace(str(ROOT / "templates/full_finetune.py"), str(tmp_path / "train.py")) for argument in argv]

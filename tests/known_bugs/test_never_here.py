@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from shared.answers import evaluation
 from shared.config.options import OptimConfig, SpeedConfig
 from shared.data.order import IGNORED
 from shared.data.store import Notes
+from shared.evaluation.kinds import SampleLosses
 from shared.images import files
-from shared.images.options import ImageConfig
+from shared.images.options import ImageConfig, RecipeConfig
 from shared.models import adapters, pretraining
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.loss import causal_lm_loss
@@ -69,6 +71,10 @@ def test_class_weights_are_not_normalised_by_a_micro_batch():
     losses = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
     expected = (weight[labels] * losses).sum()  # each image by the weight of its class, and by no other
 
+    data = SimpleNamespace(problem_type="single_label", classes=("a", "b", "c"), class_weights=lambda _: weight)
+    setup = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(mix_weights=())), device="cpu")
+    sample_losses = SampleLosses(setup, data, RecipeConfig(class_weights="balanced", label_smoothing=smoothing))
+
     def loss_of(rows, fill=0):
         def model(pixel_values):
             return SimpleNamespace(logits=pixel_values)
@@ -77,8 +83,7 @@ def test_class_weights_are_not_normalised_by_a_micro_batch():
             "pixel_values": F.pad(logits[rows], (0, 0, 0, fill)),
             "labels": F.pad(labels[rows], (0, fill), value=IGNORED),
         }
-        options = {"to_model": lambda images: images, "num_classes": 3, "weight": weight, "label_smoothing": smoothing}
-        return load_template("image_classification").image_loss(model, batch, **options)
+        return load_template("image_classification").ImageLoss(model, lambda images: images, sample_losses)(batch)
 
     for parts in ([slice(0, 6)], [slice(0, 3), slice(3, 6)], [slice(0, 2), slice(2, 6)]):
         torch.testing.assert_close(sum(map(loss_of, parts)), expected)
@@ -87,15 +92,15 @@ def test_class_weights_are_not_normalised_by_a_micro_batch():
 
 def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     """A common report: the mean over batches of each batch's perplexity weighs tokens by how short their batch is."""
-    template, logged = load_template("lora_finetune"), {}
+    logged = {}
     sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
-    monkeypatch.setattr(template, "causal_lm_loss", lambda *_: next(sums))
+    monkeypatch.setattr(evaluation, "TokenLoss", lambda _: lambda _: next(sums))
     config = SimpleNamespace(show_answers=0, eval_answers=0)
     run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=config)
     run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
     run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
-    template.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=[]), None)
+    evaluation.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=[]), None, None)
     assert logged == {"eval_loss": pytest.approx(11 / 6), "eval_perplexity": pytest.approx(math.exp(11 / 6))}
 
 

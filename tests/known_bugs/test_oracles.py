@@ -158,7 +158,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     except ConfigError:
         assert name in SEES_MORE
         return
-    fuse_head(Accelerator(cpu=True), model, VOCAB)
+    fuse_head(Accelerator(cpu=True), model)
     enlarge(model)
     model.get_output_embeddings().weight.mul_(30)
     alike = functools.partial(pytest.approx, rel=1e-4)
@@ -180,7 +180,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     if name not in BY_LENGTH:
         assert float(causal_lm_loss(model, collate_padded(every))) == alike(alone)
     rows = Packed(documents, 200)
-    if isolate_documents(model, CPU, VOCAB, len(rows), length=200)[0]:
+    if isolate_documents(model, CPU, len(rows), length=200)[0]:
         assert float(causal_lm_loss(model, collate_packed([rows[number] for number in range(len(rows))]))) == alike(alone)
 
 

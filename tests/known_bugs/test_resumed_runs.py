@@ -12,8 +12,9 @@ import torch
 from shared.config.options import CheckpointConfig
 from shared.process import ranks
 from shared.process.errors import ConfigError
-from shared.run import checkpoint_files, launch
+from shared.run import launch
 from shared.run.checkpoint_files import CheckpointError
+from shared.run.resumable import require_resumable
 from shared.run.state import TrainState
 from tests.conftest import Run, SmallConfig, run, run_here
 from tests.run.test_checkpoint import make as checkpointer
@@ -37,7 +38,7 @@ def test_no_sample_is_used_twice_or_skipped(tmp_path, name):
     for allowed in ((), (name,)):
         config = SmallConfig(checkpoint=CheckpointConfig(allow_changed=allowed))
         with pytest.raises(ConfigError, match=f"--{name} cannot change within a run, since samples would be repeated or"):
-            checkpoint_files.refuse_changes(tmp_path, {name: 8}, {name: 4}, config)
+            require_resumable(tmp_path, {"settings": {name: 8}}, {"settings": {name: 4}}, config)
 
 
 def test_the_jump_of_the_learning_rate_is_said(trained, tmp_path, capsys):

@@ -74,7 +74,7 @@ def test_a_short_conversation_has_the_loss_it_has_alone_whatever_is_beside_it(na
     torch.testing.assert_close(together, expected.sum(), rtol=1e-5, atol=1e-3)
     first = causal_lm_loss(model, collate_padded(rows[:1], multiple_of=64))
     torch.testing.assert_close(first, expected[0], rtol=1e-5, atol=1e-3)
-    assert isolate_documents(model, torch.device("cpu"), 64)[0]
+    assert isolate_documents(model, torch.device("cpu"))[0]
     packed = collate_packed([joined(rows[:3]), joined(rows[3:])], multiple_of=64)
     torch.testing.assert_close(causal_lm_loss(model, packed), expected.sum(), rtol=1e-5, atol=1e-3)
     # and it matters: all with the angles of the longest one

@@ -200,7 +200,7 @@ def test_no_forward_reads_from_the_device(family, kind, monkeypatch):
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
     subject = make(name, implementation).train()
-    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    _, word = isolation.isolate_documents(subject, CPU)
     assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
     assert subject.training and not subject.row_form.by_kernel
 
@@ -210,7 +210,7 @@ class SumsAll(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.config = LlamaConfig(attn_implementation="sdpa")
+        self.config = LlamaConfig(vocab_size=VOCAB, attn_implementation="sdpa")
         self.embedding = nn.Embedding(VOCAB, VOCAB)
 
     def get_decoder(self):
@@ -253,18 +253,18 @@ class LooksAtThePlace(CountsOn):
 
 def test_a_model_whose_documents_are_apart_in_short_rows_only_is_not_packed_in_long_ones():
     subject = LooksAtThePlace()
-    assert isolation.isolate_documents(subject, CPU, VOCAB, length=1000)[0]
-    apart, why = isolation.isolate_documents(subject, CPU, VOCAB, length=1001)
+    assert isolation.isolate_documents(subject, CPU, length=1000)[0]
+    apart, why = isolation.isolate_documents(subject, CPU, length=1001)
     assert not apart and why == "off: LooksAtThePlace lets documents of one row see each other if it has 1,001 tokens"
 
 
 @pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
 def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(leaky):
     subject = leaky().train()
-    apart, why = isolation.isolate_documents(subject, CPU, VOCAB)
+    apart, why = isolation.isolate_documents(subject, CPU)
     assert not apart and why == f"off: {leaky.__name__} lets documents of one row see each other"
     with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets documents of one row see each other: use --packing auto"):
-        isolation.isolate_documents(subject, CPU, VOCAB, required=True)
+        isolation.isolate_documents(subject, CPU, required=True)
     assert subject.training
 
 
@@ -284,14 +284,14 @@ class RoundsOtherwise(SumsAll):
 
 
 def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
-    assert isolation.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
+    assert isolation.isolate_documents(RoundsOtherwise(), CPU)[0]
     prepared = RoundsOtherwise()  # as Accelerate does under mixed precision
     prepared.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(prepared.forward))
-    assert isolation.isolate_documents(prepared, CPU, VOCAB)[0]
+    assert isolation.isolate_documents(prepared, CPU)[0]
     for name, value in (("precision", torch.float32), ("shift", 0.07)):
         subject = RoundsOtherwise()
         setattr(subject, name, value)
-        assert not isolation.isolate_documents(subject, CPU, VOCAB)[0]
+        assert not isolation.isolate_documents(subject, CPU)[0]
 
 
 class LeaksOverSeveralRows(SumsAll):
@@ -306,7 +306,7 @@ class LeaksOverSeveralRows(SumsAll):
 def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_there():
     subject = LeaksOverSeveralRows()
     for rows, flat in ((1, False), (2, True)):
-        assert isolation.isolate_documents(subject, CPU, VOCAB, rows)[0] and subject.row_form.flat == flat
+        assert isolation.isolate_documents(subject, CPU, rows)[0] and subject.row_form.flat == flat
     batch = batches()["packed"]
     expected = F.cross_entropy(
         subject.embedding(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
@@ -388,7 +388,7 @@ def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel)
             setattr(subject.config, drop, 0.0)
         set_gradient_checkpointing(subject, checkpointing)
         with torch.autocast("cpu", torch.bfloat16):
-            _, word = isolation.isolate_documents(subject, CPU, VOCAB, 2)
+            _, word = isolation.isolate_documents(subject, CPU, 2)
         assert word == "documents kept apart by attention of variable lengths, without a mask"
         assert subject.training
         if not found:
@@ -408,12 +408,10 @@ def test_attention_dropout_takes_the_mask(kernel):
     calls = kernel(each_alone)
     subject = llama(attention_dropout=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
-        assert isolation.isolate_documents(subject, CPU, VOCAB)[1].endswith(
-            "mask: every block needs one (window, bias, dropout)"
-        )
+        assert isolation.isolate_documents(subject, CPU)[1].endswith("mask: every block needs one (window, bias, dropout)")
         assert not subject.row_form.by_kernel
         subject.config.attention_dropout = 0.0  # the blocks have their own
-        assert isolation.isolate_documents(subject, CPU, VOCAB)[1].endswith("without a mask")
+        assert isolation.isolate_documents(subject, CPU)[1].endswith("without a mask")
         calls.clear()
         torch.manual_seed(1)
         loss = causal_lm_loss(subject, batches()["packed"])
@@ -426,7 +424,7 @@ def test_attention_dropout_takes_the_mask(kernel):
 def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
     calls = kernel(each_alone)
     subject = make("llama")
-    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    _, word = isolation.isolate_documents(subject, CPU)
     assert word == f"{BY_MASK}: attention in fp32 has no kernel for variable lengths"
     assert not calls and not subject.row_form.by_kernel
 
@@ -462,7 +460,7 @@ def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kerne
     subject = make("llama").to(torch.bfloat16)
     batch = batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    _, word = isolation.isolate_documents(subject, CPU)
     assert re.fullmatch(f"{BY_MASK}: {why}", word) and not subject.row_form.by_kernel
     assert torch.equal(causal_lm_loss(subject, batch), expected)
 
@@ -476,7 +474,7 @@ def halved(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, sca
 def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
     subject = make("llama").to(torch.bfloat16)
-    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    _, word = isolation.isolate_documents(subject, CPU)
     assert word == f"{BY_MASK}: without one the model's logits differ" and not subject.row_form.by_kernel
 
 
@@ -499,7 +497,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    _, word = isolation.isolate_documents(subject, CPU, VOCAB, length=64)
+    _, word = isolation.isolate_documents(subject, CPU, length=64)
     assert word == f"{BY_MASK}: every block needs one (window, bias, dropout)"
     assert not subject.row_form.by_kernel
     subject.row_form = attention.Form(by_kernel=True)
@@ -513,7 +511,7 @@ def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kern
 
     kernel(out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        isolation.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
+        isolation.isolate_documents(make("llama").to(torch.bfloat16), CPU)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

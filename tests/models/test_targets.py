@@ -114,10 +114,10 @@ def test_parameters_can_be_named(checkpoint):
 
 def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
     model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
-    apart, why = isolation.isolate_documents(model, CPU, 1000, 2)
+    apart, why = isolation.isolate_documents(model, CPU, 2)
     assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
     with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):
-        isolation.isolate_documents(model, CPU, 1000, 2, required=True)
+        isolation.isolate_documents(model, CPU, 2, required=True)
 
 
 FLA, CONV, MAMBA = "causal_conv1d, fla", "causal_conv1d", "causal_conv1d, mamba_ssm"

@@ -83,7 +83,7 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
     flags = ["--train_dir", str(image_folder), "--image_size", "24", "--global_batch_size", "4"]
     settings = template.with_defaults(configs.parse(template.Config, flags))
     found, processor = images.prepare(settings.data), image_processor(None, 24, None)
-    run = SimpleNamespace(config=settings, accelerator=launch.start(0))
+    run = SimpleNamespace(config=settings, accelerator=launch.start(0), about={}, set_defaults=lambda *_, **__: settings)
     loader, _ = template.build_loaders(run, found, processor, torch.nn.Identity())
     crop = v2.RandomResizedCrop(24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
     plain = v2.Compose([crop, v2.RandomHorizontalFlip(settings.recipe.horizontal_flip), v2.PILToTensor()])

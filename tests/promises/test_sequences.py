@@ -51,7 +51,7 @@ def test_heads_that_do_not_divide_are_refused(monkeypatch, count, heads):
     monkeypatch.setattr(ranks, "sequence_ranks", lambda: count)
     states = [torch.zeros(1, heads, 4, 8)] * 3
     with pytest.raises(RuntimeError, match="unflatten"):
-        sequence.attend_by_heads(lambda *_: None, None, states, None)
+        sequence.attend_to_whole_rows(lambda *_: None, None, *states, torch.empty(1, 0))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.answers.answers import log_answers
+from shared.answers.numbers import with_total
 from shared.config.options import BatchConfig
 from shared.data.loader import Share
 from shared.models.generation import generate
@@ -173,10 +174,9 @@ def test_rewards_are_any_numbers(model_and_tokenizer, prompts):
         assert "\n" not in str(caught.value)
 
 
-def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name(monkeypatch):
-    template = load_template("grpo")
-    monkeypatch.setattr(template, "rewards", lambda *_: {"reward": np.int64(1), "format": True})
-    assert json.dumps(template.score("", {})) == '{"reward": 2.0, "format": 1.0}'
+def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name():
+    score = with_total(lambda *_: {"reward": np.int64(1), "format": True})
+    assert json.dumps(score("", {})) == '{"reward": 2.0, "format": 1.0}'
 
 
 def test_a_rollout_takes_the_place_of_a_loader(prompts, model_and_tokenizer):
@@ -223,7 +223,7 @@ def loss_and_gradients(rollouts: Rollouts, template, config, model, *, old: bool
         with torch.no_grad():  # the weights after an update: ratios are far from 1
             for parameter in model.parameters():
                 parameter.mul_(1.05)
-    total = sum(template.policy_loss(config, model, batch) for batch in batches) / tokens
+    total = sum(template.PolicyLoss(config, model)(batch) for batch in batches) / tokens
     model.zero_grad()
     total.backward()
     return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -286,7 +286,7 @@ def test_several_ranks_learn_what_one_does(prompts, model_and_tokenizer, ranks, 
         rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], Share(rank, ranks, CPU), per_device=5)
         given_rollout(rollouts, rewards, template, config)
         batches, tokens, _ = rollouts.micro_batches(1, "token")
-        return batches, tokens, sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches)
+        return batches, tokens, sum(template.PolicyLoss(config, model_and_tokenizer[0])(batch) for batch in batches)
 
     whole, parts = of_rank(0, 1), [of_rank(rank, ranks) for rank in range(ranks)]
     assert {tokens for _, tokens, _ in parts} == {whole[1]}
@@ -303,7 +303,7 @@ def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(promp
         given_rollout(rollouts, rewards, template, config)
         batches, *_ = rollouts.micro_batches(1, "token")
         assert sum(len(batch["labels"]) for batch in batches) == answers
-    assert sum(template.policy_loss(config, model_and_tokenizer[0], batch) for batch in batches) == 0
+    assert sum(template.PolicyLoss(config, model_and_tokenizer[0])(batch) for batch in batches) == 0
 
 
 def test_numbers_are_compared_as_numbers():
@@ -405,7 +405,7 @@ def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokeni
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.02 if parameter.requires_grad else 1)
-    loss = sum(template.policy_loss(config, model, batch) for batch in batches) / tokens
+    loss = sum(template.PolicyLoss(config, model)(batch) for batch in batches) / tokens
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()

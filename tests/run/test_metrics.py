@@ -33,8 +33,9 @@ class Ranks(SimpleNamespace):
     wait_for_everyone = end_training = log
 
 
-def setup_of(accelerator, folder, unit="tokens", config=CONFIG):
-    return SimpleNamespace(accelerator=accelerator, config=config, dir=folder, name="x", unit=unit, is_main=True)
+def setup_of(accelerator, folder, unit="tokens", config=CONFIG, flops=None):
+    facts = {"dir": folder, "name": "x", "unit": unit, "is_main": True, "flops": flops}
+    return SimpleNamespace(accelerator=accelerator, config=config, **facts)
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def rows_of(folder):
 def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, clock, tmp_path, capsys):
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
     one, state = Ranks(num_processes=1), TrainState()
-    logger = metrics.Logger(setup_of(one, tmp_path), state, 9, None)
+    logger = metrics.Logger(setup_of(one, tmp_path), state, 9)
     for loss, finite in ((4.0, True), (math.nan, False), (8.0, True)):
         clock[0] += 2
         logger.step(a_step(one, state, loss, finite), due=state.step == 3)
@@ -83,7 +84,7 @@ def test_values_of_some_steps_alone_are_means_over_these_and_figures_are_rounded
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
     monkeypatch.setattr(metrics.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2_000_000))
     one, state = Ranks(num_processes=1), TrainState(step=6, targets=40, skipped=2)
-    logger = metrics.Logger(setup_of(one, tmp_path, "pairs"), state, 9, 3.0)
+    logger = metrics.Logger(setup_of(one, tmp_path, "pairs", flops=3.0), state, 9)
     for loss, seconds, values in ((2.0**25, 0.1, {"reward": 3.0}), (2.0, 0.2, {}), (1.0, 0.33, {"reward": 1.0})):
         clock[0] += seconds
         made = a_step(one, state, loss)
@@ -103,7 +104,7 @@ def test_values_of_some_steps_alone_are_means_over_these_and_figures_are_rounded
 
 def test_a_loss_far_above_the_recent_ones_is_said(tmp_path, capsys):
     def warns(recent, loss):
-        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9, None)
+        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9)
         for value in (*recent, loss):
             logger._warn_of_a_spike(value)
         return "warning: step 0: the loss is" in capsys.readouterr().err
@@ -117,7 +118,7 @@ def test_a_log_file_gets_a_line_a_minute_and_a_terminal_a_bar(monkeypatch, clock
     monkeypatch.setattr(metrics, "draw_curves", lambda *_: drawn.append(clock[0]))
     monkeypatch.setattr(metrics, "start_profile", lambda _, steps: SimpleNamespace(stop=lambda: drawn.append(steps)))
     config = SimpleNamespace(log=LogConfig(report_to="none", profile=True), evaluation=EvaluationConfig())
-    logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path, config=config), TrainState(step=3), 9, None)
+    logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path, config=config), TrainState(step=3), 9)
     for clock[0], line in ((60.0, "no"), (60.5, "yes"), (120.5, "no"), (121.0, "yes")):
         logger.print_each_minute(line)
         logger.draw()
@@ -127,7 +128,7 @@ def test_a_log_file_gets_a_line_a_minute_and_a_terminal_a_bar(monkeypatch, clock
     monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
     for is_main in (True, False):
         monkeypatch.setattr(Ranks, "is_main_process", is_main)
-        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9, None)
+        logger = metrics.Logger(setup_of(Ranks(num_processes=1), tmp_path), TrainState(), 9)
         assert logger.bar.disable is not is_main and logger.profile is None
         logger.draw(now=True)
         logger.bar.close()
@@ -149,7 +150,7 @@ def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(proces
     monkeypatch.setattr(metrics, "total", lambda _, own: processes * own)
     each = [{metrics.STEPS: 2.0, "loss": 4.0}, {metrics.STEPS: 1.0, "loss": 1.0}]
     state, ranks = TrainState(step=2, interval=json.loads(json.dumps(each))), Ranks(num_processes=processes)
-    logger = metrics.Logger(setup_of(ranks, tmp_path), state, 9, None)
+    logger = metrics.Logger(setup_of(ranks, tmp_path), state, 9)
     monkeypatch.setattr(metrics, "gather_object", lambda own: own)
     logger.note_interval()
     kept = {metrics.STEPS: 1.5, "loss": 2.5} if processes != 2 else each[0]
@@ -165,7 +166,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
     two = Ranks(num_processes=2)
     state = TrainState()
-    logger = metrics.Logger(setup_of(two, tmp_path), state, 4, 3.0)
+    logger = metrics.Logger(setup_of(two, tmp_path, flops=3.0), state, 4)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
     window.indices = np.array([[0], [1]])

@@ -38,7 +38,8 @@ def test_probabilities_that_are_learned_are_those_of_an_evaluation(tmp_path, kin
         speed=SpeedConfig(gradient_checkpointing=recomputed),
     )
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 63})
-    model = load_tuned(SimpleNamespace(config=config, accelerator=Accelerator(cpu=True)), tokenizer, 12)
+    setup = SimpleNamespace(config=config, accelerator=Accelerator(cpu=True), set_defaults=lambda *_, **__: config)
+    model = load_tuned(setup, tokenizer, 12)
     calls = []
     for block in repeated_blocks(without_adapters(model)):
         block.fc1.register_forward_pre_hook(lambda *_: calls.append(1))

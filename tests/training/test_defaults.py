@@ -1,5 +1,6 @@
 """The settings that a run gets which gives none."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 
 from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
+from shared.models.blocks import compile_blocks
 from shared.parallel.zero import strategy_of
 from shared.process.errors import ConfigError
 from shared.run import launch
+from shared.run import setup as setups
 from shared.run.setup import Setup
 from shared.training import defaults, optim
 from tests.conftest import load_template, run, run_here
@@ -55,6 +58,7 @@ def run_of(template: str, *argv: str) -> Setup:
     """A run of a template before its processes start."""
     own = Setup.__new__(Setup)
     own.config, own._chosen, own._found = configs.parse(load_template(template).Config, argv), [], None
+    own.unit, own.models = "images" if template == "image_classification" else "tokens", {"model": "model"}  # type: ignore[dict-item]
     return own
 
 
@@ -84,10 +88,15 @@ def compile_errors():
         yield
 
 
-def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Setup, list]:
+def compiling_run(
+    monkeypatch, *argv: str, template: str = "pretrain", device: torch.device = GPU, before: bool | None = None
+) -> tuple[Setup, list]:
     """(a run on a device that need not be there, what it compiles)"""
-    own = run_of("pretrain", *argv)
+    own = run_of(template, *argv)
     compiled: list = []
+    other = "compile_blocks" if template == "image_classification" else "compile_images"
+    monkeypatch.setattr(setups, other, None)
+    monkeypatch.setattr(setups, "compile_images" if other == "compile_blocks" else "compile_blocks", compiled.append)
     own._found = None if before is None else (None, {"settings": {"torch_compile": before}})
     own.accelerator = SimpleNamespace(  # type: ignore[assignment]
         distributed_type="NO", device=device, unwrap_model=lambda model: model
@@ -102,15 +111,16 @@ def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: b
         (GPU, 4_000, {}, True, "4,000 steps on a CUDA device"),
         (GPU, 500, {}, True, "500 steps on a CUDA device"),
         (GPU, 499, {}, False, "499 steps on a CUDA device"),
-        (GPU, 2_999, {"least": defaults.STEPS_TO_COMPILE_IMAGES}, False, "2,999 steps on a CUDA device"),
+        (GPU, 2_999, {"template": "image_classification"}, False, "2,999 steps on a CUDA device"),
+        (GPU, 3_000, {"template": "image_classification"}, True, "3,000 steps on a CUDA device"),
         (GPU, 4_000, {"one_shape": False}, False, "4,000 steps on a CUDA device"),
         (CPU, 4_000, {}, False, None),  # nothing is weighed there
     ],
 )
 def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, options, compiled, said):
-    own, models = compiling_run(monkeypatch, device=device)
-    config = own.compile("model", steps, models.append, **options)
-    assert config.speed.torch_compile is own.config.speed.torch_compile is compiled
+    own, models = compiling_run(monkeypatch, template=options.get("template", "pretrain"), device=device)
+    own._compile(steps, one_shape=options.get("one_shape", True))
+    assert own.config.speed.torch_compile is compiled
     assert own._chosen == ([f"torch_compile {compiled} ({said})"] if said else [])
     assert models == ["model"] * compiled
     assert torch._dynamo.config.suppress_errors is compiled  # nobody asked for it
@@ -120,7 +130,8 @@ def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, options, com
 @pytest.mark.parametrize(("flag", "compiled"), [("--torch_compile", True), ("--no_torch_compile", False)])
 def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, compiled):
     own, models = compiling_run(monkeypatch, flag, device=device, before=not compiled)
-    assert own.compile("model", 4_000 * (not compiled), models.append).speed.torch_compile is compiled
+    own._compile(4_000 * (not compiled), one_shape=True)
+    assert own.config.speed.torch_compile is compiled
     assert (own._chosen, models) == ([], ["model"] * compiled)
     assert not torch._dynamo.config.suppress_errors
 
@@ -128,7 +139,8 @@ def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, com
 @pytest.mark.parametrize(("device", "steps", "before"), [(GPU, 10, True), (GPU, 4_000, False), (CPU, 10, True)])
 def test_a_run_continues_compiled_or_not_as_it_began(monkeypatch, device, steps, before):
     own, models = compiling_run(monkeypatch, device=device, before=before)
-    assert own.compile("model", steps, models.append).speed.torch_compile is before
+    own._compile(steps, one_shape=True)
+    assert own.config.speed.torch_compile is before
     assert [chosen.startswith(f"torch_compile {before} (") for chosen in own._chosen] == [True] * (device is GPU)
     assert models == ["model"] * before
 
@@ -138,7 +150,8 @@ def test_without_a_compiler_nothing_is_compiled_and_a_note_says_so(monkeypatch, 
         monkeypatch.setenv(name, value)
     for steps in (4_000, 10):
         own, models = compiling_run(monkeypatch)
-        assert own.compile("model", steps, models.append).speed.torch_compile is False and not models
+        own._compile(steps, one_shape=True)
+        assert own.config.speed.torch_compile is False and not models
         said = "no C compiler is installed, so nothing is compiled: apt install g++" in capsys.readouterr().err
         assert said is (steps == 4_000)
 
@@ -151,11 +164,12 @@ def test_what_is_asked_for_and_cannot_be_compiled_is_one_line_before_anything_is
 
 
 def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkeypatch):
-    own, _ = compiling_run(monkeypatch)
-    own.compile(torch.nn.Linear(2, 2), 4_000)
-    own, _ = compiling_run(monkeypatch, "--torch_compile")
-    with pytest.raises(ConfigError, match="no list of equal blocks"):
-        own.compile(torch.nn.Linear(2, 2), 4_000)
+    for argv in ((), ("--torch_compile",)):
+        own, _ = compiling_run(monkeypatch, *argv)
+        monkeypatch.setattr(setups, "compile_blocks", compile_blocks)
+        own.models = {"model": torch.nn.Linear(2, 2)}
+        with pytest.raises(ConfigError, match="no list of equal blocks") if argv else contextlib.nullcontext():
+            own._compile(4_000, one_shape=True)
 
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])

@@ -141,10 +141,10 @@ def test_skipped_updates_are_read_every_100_steps(monkeypatch, capsys):
 def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
+    loader = SimpleNamespace(per_device=4, multiple=1, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
     (optimizer,) = optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     accelerator = launch.start(0)
-    rehearsal = Rehearsal(Strategy(accelerator), [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
+    rehearsal = Rehearsal(Strategy(accelerator), [model], optimizers, loader, lambda b: model(b["inputs"]).sum())
     assert rehearsal.find_batch_size() == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
