@@ -137,6 +137,8 @@ def test_one_label_in_a_row_of_many_is_mixed_as_the_class_is(seed, rows):
         ([0.9, 0.4, 0.4, 0.2], [1, 1, 0, 0], 0.3),  # equal scores are on one side
         ([0.9, 0.4], [1, 1], 0.2),  # none is lower
         ([0.9, 0.4], [0, 0], 0.5),  # nothing to choose by
+        # 0.4 from the tenth on, where precision and recall are 0.4; all have 1/3
+        ([*range(50, 0, -1)], [0] * 6 + [1] * 4 + [0] * 34 + [1] * 6, 40.5),
     ],
 )
 def test_thresholds_by_hand(scores, labels, expected):

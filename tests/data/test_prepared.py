@@ -3,6 +3,7 @@
 import datetime
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -219,3 +220,12 @@ def test_processes_do_not_outlive_a_run_that_is_killed():
         run.kill()
     _, alive = psutil.wait_procs(workers, 20)
     assert workers and not alive
+
+
+def test_a_stop_signal_is_for_the_training_process_and_a_reading_one_goes_on():
+    results = parallel_map(eval, iter(["__import__('os').getpid()"] * 200), 2)
+    found = [next(results)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(found[0], number)
+    found += results
+    assert len(found) == 200 and os.getpid() not in found

@@ -73,6 +73,8 @@ def test_only_an_optimizer_that_cannot_skip_by_itself_makes_the_host_wait(name):
     model, optimizers = build(name.split(",")[0])
     if "fused" in name:
         optimizers = [torch.optim.AdamW(model.parameters())]
+    elif name == "adamw":  # also of a single parameter
+        optimizers = [torch.optim.AdamW([p], fused=True) for p in model.parameters()]
     model(torch.randn(4, 8)).square().mean().backward()
     before, read = state_of(model, []), []
 
@@ -124,6 +126,11 @@ def test_a_loss_is_scaled_and_gradients_are_clipped_as_by_hand():
         for ours, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
             torch.testing.assert_close(ours, theirs * shrink)
     assert strategy.clip([nn.Linear(2, 2)], 1.0) == 0  # nothing has a gradient
+    small = nn.Linear(1, 1, bias=False)  # a single gradient, which is itself differentiated, as in a gradient penalty
+    (1e-6 * small(torch.ones(1, 1)).square() / small.weight.detach()).sum().backward(create_graph=True)
+    norm = strategy.clip([small], 1e-6)
+    assert not norm.requires_grad and norm == pytest.approx(2e-6)
+    assert small.weight.grad.item() == pytest.approx(2e-6 / 3)  # 1e-6 is added to what divides
 
 
 def test_a_feature_that_a_strategy_lacks_is_refused():

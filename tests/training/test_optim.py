@@ -398,6 +398,35 @@ def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
     assert decay[0.3] and all(key.endswith(("weight", "_proj")) for key in decay[0.3])
 
 
+def test_small_heads_and_experts_are_matrices_and_groups_of_one_s_own_have_the_plain_rate():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.score = nn.Parameter(torch.ones(2, 3, 4)), nn.Linear(3, 2)
+
+    model = Two()
+    assert named(model, optim.split_parameters(model)[0]) == {"experts", "score.weight"}
+    assert [group["lr_scale"] for optimizer in build(model) for group in optimizer.param_groups] == [1.0, 1.0]
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    optim.set_learning_rate([own], FullOptimConfig(learning_rate=0.5, lr_scheduler_type="constant", warmup_steps=0), 0, 9)
+    assert own.param_groups[0]["lr"] == 0.5
+
+
+def test_a_model_without_blocks_or_with_a_head_of_another_name_decays_what_is_before_the_head():
+    probe = nn.Module()
+    probe.score = nn.Linear(3, 2)
+    assert {*optim.layer_scales(probe, 0.5).values()} == {1.0}
+    other = nn.Module()
+    other.blocks, other.outlet = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 2)
+    scales = optim.layer_scales(other, 0.5)
+    found = {name: scales[parameter] for name, parameter in other.named_parameters()}
+    assert found == {
+        f"{module}.{kind}": rate
+        for module, rate in (("blocks.0", 0.25), ("blocks.1", 0.5), ("outlet", 1.0))
+        for kind in ("weight", "bias")
+    }
+
+
 def test_muon_leaves_the_head_of_an_image_model_to_adamw():
     model = tiny_vision("vit")
     muon, adamw = build(model, "muon")
