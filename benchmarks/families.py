@@ -32,8 +32,8 @@ from about import about, line
 from model_families import FAMILIES, MORE_THAT_SEE, make
 from PIL import Image
 
+from shared.extras.tensor import tensor_parallel
 from shared.models.loading import class_of
-from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,14 +121,14 @@ def learns_from_images(family: str, base: Path, rows: Path) -> str:
 
 
 def can_be_tensor_parallel(base: Path) -> str:
-    """What shared.parallel.tensor says of cutting the model in two; nothing is cut."""
+    """What shared.extras.tensor says of cutting the model in two; nothing is cut."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
         made = class_of(config)
         model = made.from_config(config) if hasattr(made, "from_config") else made(config)
-    with mock.patch("shared.parallel.tensor.parallelize_module"):
+    with mock.patch("shared.extras.tensor.parallelize_module"):
         try:
             tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="meta"))  # type: ignore[arg-type]
         except ConfigError:

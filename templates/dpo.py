@@ -98,10 +98,10 @@ from torch.nn import functional as F
 from shared.answers.answers import log_answers
 from shared.answers.scores import like_reference
 from shared.data.order import Batch
-from shared.models import sequence_parallel
 from shared.models.counts import flops_per_token
 from shared.models.loss import TokenLoss, log_probabilities
 from shared.models.tokenizers import load_tokenizer
+from shared.parallel.strategy import strategy_of_rows
 from shared.run import exits
 from shared.run.reference import Start, add_reference, identity_of_start
 from shared.run.run import Run
@@ -230,7 +230,7 @@ def evaluate(run: Run, loss: PreferenceLoss, data: ChatData, tokenizer: Any) -> 
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "dpo", unit="pairs", demo=DEMO, strategy=sequence_parallel.strategy_of)
+    setup = Setup(config, "dpo", unit="pairs", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(setup, tokenizer, train)

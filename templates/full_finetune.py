@@ -32,8 +32,7 @@ from shared.config.options import (
 )
 from shared.config.types import Count, CountOrZero, Free
 from shared.process.errors import ConfigError
-from shared.text.options import ChatConfig
-from shared.vision.options import FullVisionConfig
+from shared.text.options import ChatConfig, FullVisionConfig
 
 DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
@@ -88,24 +87,20 @@ from torch import nn
 
 from shared.answers.evaluation import evaluate
 from shared.answers.scores import like_reference
-from shared.experts.products import use_launch_precision
-from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import flops_per_token
-from shared.models.loading import dtype_of, freeze, load_causal_lm
+from shared.models.loading import dtype_of, freeze, load_causal_lm, use_launch_precision
 from shared.models.loss import TokenLoss
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
+from shared.parallel.strategy import strategy_of_rows
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.setup import Setup
 from shared.text.chat import Conversations
-from shared.text.loaders import arrange
+from shared.text.loaders import arrange, read_conversations
 from shared.training import defaults, optim
-from shared.vision.digits import of_digits
-from shared.vision.loaders import read_conversations
-from shared.vision.towers import train_vision
 
 # How good an answer is, for --eval_answers: (answer, record) -> numbers by name, logged as
 # eval_NAME. Put your own function here: docs/logging.md, Scores of answers.
@@ -120,7 +115,10 @@ def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module
     kernel = config.speed.attn_implementation
     name = config.model_name_or_path
     model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
-    train_vision(model, train, config.vision)
+    if config.vision.train_vision != "none":
+        from shared.extras.vision.towers import train_vision
+
+        train_vision(model, train, config.vision)
     require_fit(model, tokenizer, config.data.seq_length)
     learn_padding_token(model)
     use_launch_precision(model)  # of experts, which know no autocast
@@ -140,8 +138,10 @@ def final_dtype(config: Config) -> torch.dtype:
 
 def main(config: Config) -> None:
     if config.vision.demo_images:
+        from shared.extras.vision.digits import of_digits
+
         config = of_digits(config)
-    setup = Setup(config, "full_finetune", demo=DEMO, strategy=sequence_parallel.strategy_of)
+    setup = Setup(config, "full_finetune", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
     if config.data.preprocess_only:
@@ -168,8 +168,7 @@ def main(config: Config) -> None:
             evaluate(run, model, data, tokenizer, score)
     run.load_best_weights()
     dtype = final_dtype(config)
-    end = data.held_out.end
-    save_whole(run, model, tokenizer, title="fine-tuned", end=end, dtype=dtype)
+    save_whole(run, model, tokenizer, title="fine-tuned", end=data.held_out.end, dtype=dtype)
     files = "curves.png, metrics.jsonl and config.yaml beside it"
     run.close(run.change_of("loss"), f"model in {run.dir}/final, in {dtype}; {files}")
 

@@ -105,8 +105,7 @@ from transformers import AutoConfig, ResNetConfig
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
-from shared.data.mixture import training_order
-from shared.data.order import IGNORED, Batch
+from shared.data.order import IGNORED, Batch, training_order
 from shared.evaluation.classify import evaluate, report
 from shared.evaluation.evaluation import Evaluation
 from shared.evaluation.kinds import SampleLosses

@@ -33,8 +33,7 @@ from shared.config.options import (
 )
 from shared.config.types import Count, CountOrZero, Free
 from shared.models.options import AdapterConfig
-from shared.text.options import ChatConfig
-from shared.vision.options import VisionConfig
+from shared.text.options import ChatConfig, VisionConfig
 
 DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
@@ -74,19 +73,19 @@ from torch import nn
 
 from shared.answers.evaluation import evaluate
 from shared.answers.scores import like_reference
-from shared.models import adapters, sequence_parallel, targets
+from shared.models import adapters, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import flops_per_token
 from shared.models.loss import TokenLoss
 from shared.models.tokenizers import load_tokenizer
+from shared.parallel.strategy import strategy_of_rows
 from shared.run import exits
 from shared.run.final_adapter import save_adapter
 from shared.run.setup import Setup
 from shared.text.chat import Conversations
-from shared.text.loaders import arrange
+from shared.text.loaders import arrange, read_conversations
 from shared.training import defaults, optim
-from shared.vision.loaders import read_conversations
 
 # How good an answer is, for --eval_answers: (answer, record) -> numbers by name, logged as
 # eval_NAME. Put your own function here: docs/logging.md, Scores of answers.
@@ -109,7 +108,7 @@ def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module
 
 
 def main(config: Config) -> None:
-    setup = Setup(config, "lora_finetune", demo=DEMO, strategy=sequence_parallel.strategy_of)
+    setup = Setup(config, "lora_finetune", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
     if config.data.preprocess_only:

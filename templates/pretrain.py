@@ -76,7 +76,6 @@ if __name__ == "__main__":
 
 from torch import nn
 
-from shared.models import sequence_parallel
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import flops_per_token
 from shared.models.generation import continuations
@@ -85,6 +84,7 @@ from shared.models.loading import save_causal_lm
 from shared.models.loss import TokenLoss
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES, gather_weights
+from shared.parallel.strategy import strategy_of_rows
 from shared.process.files import cache_dir, whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
@@ -92,7 +92,6 @@ from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text.pretraining import CorpusData, choose_optimizer, open_data, total_steps
 from shared.training import optim
-from shared.training.sync import Replicas
 
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
@@ -163,8 +162,10 @@ def save_final(run: Run, model: nn.Module, data: CorpusData) -> None:
 
 
 def main(config: Config) -> None:
-    strategy = sequence_parallel.strategy_of
+    strategy = strategy_of_rows
     if config.sync.sync_every > 1:  # each process trains its own weights, and agrees now and then
+        from shared.extras.replicas import Replicas
+
         strategy = partial(Replicas, options=config.sync)
     setup = Setup(config, "pretrain", demo=DEMO, strategy=strategy)
     data = open_data(setup)

@@ -91,10 +91,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from shared.extras.pipeline import Pipeline
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, describe_parameters, flops_per_token
 from shared.models.loading import save_causal_lm
-from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES
 from shared.process.files import whole_folder

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shared.data.loader import cu_seqlens_of
-from shared.data.stretches import cut
+from shared.extras.sequence import sequence
+from shared.extras.sequence.stretches import cut
 from shared.models.loading import load_causal_lm
 from shared.models.loss import causal_lm_loss
-from shared.models.sequence_parallel import strategy_of
-from shared.parallel import sequence
+from shared.parallel.strategy import strategy_of_rows as strategy_of
 from shared.process.errors import ConfigError
 from shared.run import launch
 

@@ -445,10 +445,10 @@ def run(template: str, folder: Path, *args: object, check: bool = True, env: dic
     return Run(folder, code, output)
 
 
-_imports: dict[bytes, tuple[str, ...]] = {}
+_imports: dict[bytes, tuple[tuple[str, bool], ...]] = {}
 
 
-def imports_of(path: Path) -> tuple[str, ...]:
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
     """`imports` of tools/new.py, which parses each content of a file once."""
     content = path.read_bytes()
     if content not in _imports:

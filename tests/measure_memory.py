@@ -16,15 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from shared.config.options import OptimConfig
-from shared.experts.products import use_launch_precision
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.hub import from_architecture
-from shared.models.loading import class_of, freeze_outer_parts
+from shared.models.loading import class_of, freeze_outer_parts, use_launch_precision
 from shared.models.options import AdapterConfig
-from shared.models.sequence_parallel import strategy_of
 from shared.parallel import sharding
+from shared.parallel.strategy import strategy_of_rows as strategy_of
 from shared.run import launch
 from shared.training import optim, step
 

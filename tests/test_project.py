@@ -54,11 +54,19 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     users = {
         "images/files": ("image_classification",),
         "models/adapters": ("dpo", "grpo", "lora_finetune", "text_classification"),
-        "models/pipeline": ("pretrain_pipeline",),
+        "extras/pipeline": ("pretrain_pipeline",),
+        "extras/optimizers/muon": ("pretrain", "pretrain_pipeline"),
+        "extras/vision/towers": (),
     }
     for used, by in users.items():
         assert (f"shared/{used}.py" in modules) == (name in by)
-    for place in {Path(*name.split(".")) for module in modules for name in imports_of(folder / module)}:
+    imported = {
+        name
+        for module in modules
+        for name, in_function in imports_of(folder / module)
+        if not (in_function and name.startswith("shared.extras."))
+    }
+    for place in {Path(*name.split(".")) for name in imported}:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             assert (folder / file).exists() or not (place.parts[0] == "shared" and (ROOT / file).exists()), file
 
@@ -66,11 +74,15 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert "onnxscript" not in packages
-    assert ("torchvision" in packages) == (name in ("full_finetune", "image_classification", "lora_finetune"))
+    assert ("torchvision" in packages) == (name == "image_classification")
     assert ("peft" in packages) == (name in ("dpo", "grpo", "lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("dpo", "full_finetune", "grpo", "lora_finetune", "pretrain", "text_classification")
-    assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
+    of_extras = {
+        path.stem for path in (folder / "accelerate_configs").iterdir() if re.search("deepspeed|_parallel", path.stem)
+    }
+    assert not of_extras
+    left_out = re.findall(r"--with (\w+)` \|", (folder / "README.md").read_text())
+    assert sorted(left_out) == sorted(new.useful([name]) - new.CANNOT_DO_WITHOUT.get(name, set()))
 
     told = (folder / "AGENTS.md").read_text()
     assert [path for path in re.findall(r"`([\w./]+/[\w.*]*|\w+\.py)`", told) if not list(folder.glob(path))] == []
@@ -82,9 +94,36 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert len(configs) == 3 and all((folder / config).exists() for config in configs)
 
 
+def test_extras_come_at_once_or_later_and_overwrite_no_edit(tmp_path, projects):
+    whole = new.build(("lora_finetune",), "lora", ["all"])
+    assert "shared/extras/deepspeed.py" in whole and "accelerate_configs/deepspeed_zero2.yaml" in whole
+    assert b"Left out" not in whole["README.md"] and b"torchvision" in whole["requirements.txt"]
+    folder = tmp_path / "mine"
+    shutil.copytree(projects / "lora_finetune", folder)
+    edited = folder / "train.py"
+    edited.write_text("# mine\n" + edited.read_text())
+    (folder / "requirements.txt").open("a").write("mypackage==1\n")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = shared("new", "lora_finetune", folder, "--with", "vision", "tensor").stdout
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    changed = {path.name for path in before if after[path] != before[path]}
+    assert changed == {"requirements.txt"} and b"mypackage==1" in after[folder / "requirements.txt"]
+    added = {str(path.relative_to(folder)) for path in after.keys() - before.keys()}
+    assert added >= {"shared/extras/tensor.py", "shared/extras/vision/towers.py", "accelerate_configs/tensor_parallel.yaml"}
+    assert not any("deepspeed" in name for name in added) and "torchvision==" in said
+    (folder / "shared/extras/deepspeed.py").write_text("# mine\n")
+    refused = shared("new", "lora_finetune", folder, "--with", "deepspeed", check=False)
+    assert (
+        refused.returncode == 2 and "shared/extras/deepspeed.py is there, and is not what would be added" in refused.stderr
+    )
+    assert not (folder / "accelerate_configs/deepspeed_zero2.yaml").exists()
+    wrong = shared("new", "lora_finetune", tmp_path / "other", "--with", "flux", check=False)
+    assert wrong.returncode == 2 and "no extra 'flux': there is averages, deepspeed" in wrong.stderr
+
+
 def test_tools_are_found_from_anywhere_and_imported_by_nothing_that_is_copied(tmp_path):
     copied = [*(ROOT / "shared").rglob("*.py"), *(ROOT / "templates").glob("*.py")]
-    assert [path for path in copied if any(name.split(".")[0] == "tools" for name in imports_of(path))] == []
+    assert [path for path in copied if any(name.split(".")[0] == "tools" for name, _ in imports_of(path))] == []
     (tmp_path / "tools").mkdir()  # the user's own
     (tmp_path / "tools/__init__.py").touch()
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shared.experts.products import is_fused, use_launch_precision
+from shared.extras.experts.products import is_fused
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
-from shared.models.loading import class_of, freeze_outer_parts
+from shared.models.loading import class_of, freeze_outer_parts, use_launch_precision
 from shared.models.options import AdapterConfig
 
 CHECKPOINTING = ("none", "2", "full")  # recompute no block, every second, all

@@ -2,6 +2,7 @@
 
 python -m shared new lora_finetune ../my-project
 python -m shared new pretrain lora_finetune ../my-project      # several templates in one project
+python -m shared new lora_finetune ../my-project --with deepspeed vision     # or all; also later
 """
 
 import argparse
@@ -11,7 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from shared.process.errors import ConfigError
@@ -24,6 +25,42 @@ UNFIT = {
     "image_classification": "deepspeed|tensor_parallel|sequence_parallel|offload",
     "pretrain_pipeline": "deepspeed|_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
     "text_classification": "sequence_parallel",
+}
+# What few runs need, and what asks for it. A project without one ends such a run with one line.
+EXTRAS = {
+    "averages": "--ema_decay",
+    "deepspeed": "accelerate_configs/deepspeed_*.yaml",
+    "experts": "a model of experts",
+    "mixture": "--mix_weights",
+    "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
+    "--layer_decay, --weights_dtype bf16",
+    "pipeline": "pretrain_pipeline.py",
+    "rehearsal": "--find_batch_size, --dress_rehearsal",
+    "remote": "URLs of files",
+    "replicas": "--sync_every",
+    "sequence": "accelerate_configs/sequence_parallel.yaml",
+    "streaming": "--streaming",
+    "tars": "tar files of images",
+    "tensor": "accelerate_configs/tensor_parallel.yaml",
+    "vision": "conversations with images",
+}
+CANNOT_DO_WITHOUT = {"pretrain": {"optimizers"}, "pretrain_pipeline": {"optimizers", "pipeline"}}
+# What a template can have use of; others: everything but these.
+WITHOUT_USE = {
+    "image_classification": {"experts", "replicas", "sequence", "streaming", "tensor", "vision"},
+    "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "pretrain": {"tars", "vision"},
+    "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
+    "dpo": {"replicas", "streaming", "tars", "vision", "mixture"},
+    "grpo": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "lora_finetune": {"replicas", "streaming", "tars"},
+    "full_finetune": {"replicas", "streaming", "tars"},
+}
+# Launch configs that come with an extra.
+CONFIGS = {
+    "deepspeed": "deepspeed",
+    "sequence": "sequence_parallel",
+    "tensor": "tensor_parallel",
 }
 GITIGNORE = "__pycache__/\n*.pyc\n*.log\ncache/\noutputs/\nruns/\nwandb/\n.venv/\n"
 
@@ -54,32 +91,48 @@ def templates() -> list[str]:
     return sorted(path.stem for path in (SOURCE / "templates").glob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The dotted name of every module that a file imports, also inside functions; for `from a
-    import b`: a and a.b.
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """The dotted name of every module that a file imports, and whether a function does so; for
+    `from a import b`: a and a.b.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         # a library imports it
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
-            yield from (str(a.value) for a in node.args if isinstance(a, ast.Constant))
+            names = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
+        yield from ((name, node in inside) for name in names)
 
 
-def closure(start: Iterable[Path]) -> tuple[set[Path], set[str]]:
+def closure(
+    start: Iterable[Path], extras: Collection[str] = EXTRAS.keys()
+) -> tuple[set[Path], set[str]]:
     """(these files and the files of `shared` that they import, directly or not; names of the
     packages that they import).
+
+    Args:
+        extras: that come along where a function asks for them.
     """
     found = set(start)
     packages = set[str]()
     queue = list(found)
     while queue:
-        for name in imports(queue.pop()):
+        for name, in_function in imports(queue.pop()):
             first, *rest = name.split(".")
             if first != "shared":
                 packages.add(first)
+                continue
+            if rest[:1] == ["extras"] and in_function and not {*rest[1:2]} <= {*extras}:
                 continue
             for count in range(len(rest) + 1):
                 place = SOURCE.joinpath(first, *rest[:count])
@@ -111,8 +164,29 @@ def script(name: str, names: tuple[str, ...]) -> str:
     return "train.py" if len(names) == 1 else f"{name}.py"
 
 
-def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
+def useful(names: Iterable[str]) -> set[str]:
+    """The extras that these templates can have use of."""
+    return {extra for name in names for extra in EXTRAS.keys() - WITHOUT_USE[name]}
+
+
+def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
+    """The extras of a project: those asked for, or all, and what its templates cannot do without.
+
+    Raises:
+        ConfigError: there is no such extra.
+    """
+    for extra in asked:
+        if extra not in EXTRAS and extra != "all":
+            raise ConfigError(f"no extra {extra!r}: there is {', '.join(EXTRAS)}, or all")
+    extras = useful(names) if "all" in asked else {*asked}
+    return extras.union(*(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
+
+
+def build(names: tuple[str, ...], called: str, extras: Collection[str] = ()) -> dict[str, bytes]:
     """All files of a project by path; `called` names the project and its container.
+
+    Args:
+        extras: see `chosen`.
 
     Raises:
         ConfigError: there is no such template.
@@ -120,19 +194,25 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     for name in names:
         if name not in templates():
             raise ConfigError(f"no template {name!r}: there is {', '.join(templates())}")
+    extras = chosen(names, extras)
     serving = [
         SOURCE / "shared/__main__.py",
         *(SOURCE / f"shared/commands/{name}.py" for name in COMMANDS),
     ]
-    paths, packages = closure([*(SOURCE / f"templates/{name}.py" for name in names), *serving])
-    paths |= {SOURCE / "shared/commands/__init__.py", SOURCE / "shared/config/other_programs.yaml"}
+    asked = [file for extra in extras for file in extra_files(extra)]
+    start = [*(SOURCE / f"templates/{name}.py" for name in names), *serving, *asked]
+    paths, packages = closure(start, extras)
+    fixed = ("commands/__init__.py", "extras/__init__.py", "config/other_programs.yaml")
+    paths |= {SOURCE / "shared" / name for name in fixed}
     if any(
         "demo.MODEL" in (SOURCE / f"templates/{name}.py").read_text(encoding="utf-8")
         for name in names
     ):
         paths |= set((SOURCE / "shared/demo/tiny-llama").iterdir())
     for config in (SOURCE / "accelerate_configs").iterdir():
-        if not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names):
+        fits = not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names)
+        missing = [word for extra, word in CONFIGS.items() if extra not in extras]
+        if fits and not any(word in config.stem for word in missing):
             paths.add(config)
     paths |= {*(SOURCE / "jobs").glob("*.*"), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
     changes = {
@@ -152,13 +232,19 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
                 content = content.replace(old.encode(), new.encode())
         files[changes.get(place, place)] = content
     files["shared/LICENSE"] = (SOURCE / "LICENSE").read_bytes()
-    made = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
+    made = {"README.md": _readme(names, called, extras), "smoke_test.py": _smoke_test(names)}
     made |= {
         "requirements.txt": requirements(packages),
         ".gitignore": GITIGNORE,
         "AGENTS.md": _agents(names),
     }
     return files | {name: text.encode() for name, text in made.items()}
+
+
+def extra_files(extra: str) -> list[Path]:
+    """The files of an extra: a module, or a folder of them."""
+    folder = SOURCE / "shared/extras" / extra
+    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
 def first_run(names: tuple[str, ...]) -> str:
@@ -177,7 +263,20 @@ def small_runs(template: str, script: str) -> list[str]:
     return [f"{launch} {script} {FLAGS[template]}" for launch in launches]
 
 
-def _readme(names: tuple[str, ...], called: str) -> str:
+def _readme(names: tuple[str, ...], called: str, extras: Collection[str]) -> str:
+    left_out = sorted(useful(names) - {*extras})
+    add = f"python -m shared new {' '.join(names)} ../{called} --with"
+    rows = "".join(f"| {EXTRAS[name]} | `{add} {name}` |\n" for name in left_out)
+    left_out_text = f"""
+## Left out
+
+What few runs need is not here. A run that asks for it ends at once with a line that says so. To add it, run in the templates' repository:
+
+| what asks for it | the line that adds it |
+|---|---|
+{rows}
+It adds files, and overwrites none that you have edited.
+""" * bool(left_out)
     first = script(names[0], names)
     tree = ast.parse((SOURCE / "templates" / f"{names[0]}.py").read_text(encoding="utf-8"))
     defined = [
@@ -219,7 +318,7 @@ Then check that a killed run still resumes exactly, first with small built-in ru
 python smoke_test.py
 python -m shared verify-resume -- accelerate launch {first} --learning_rate 1e-4
 ```
-
+{left_out_text}
 ## Containers and clusters
 
 ```bash
@@ -290,11 +389,21 @@ def main() -> None:
     parser.add_argument(
         "folder", type=Path, help="folder of the new project, empty or not there yet"
     )
+    parser.add_argument(
+        "--with",
+        dest="extras",
+        nargs="+",
+        default=[],
+        metavar="EXTRA",
+        help=f"all, or some of {', '.join(EXTRAS)}; also for a project that is there",
+    )
     options = parser.parse_args()
     folder = options.folder
     names = tuple(dict.fromkeys(options.templates))
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
-    files = build(names, called)
+    if options.extras and (folder / "shared").is_dir():
+        return add(folder, names, called, options.extras)
+    files = build(names, called, options.extras)
     create(folder, files)
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(
@@ -322,6 +431,41 @@ def _commit() -> str:
     except OSError:
         return ""
     return f", whose commit {commit} made this project" if commit else ""
+
+
+def add(folder: Path, names: tuple[str, ...], called: str, extras: Collection[str]) -> None:
+    """Add extras to a project that is there.
+
+    Raises:
+        ConfigError: a file that would be added is there, and is another.
+    """
+    without = build(names, called)
+    new = {
+        name: content
+        for name, content in build(names, called, extras).items()
+        if name not in without
+    }
+    edited = [
+        name
+        for name, content in new.items()
+        if (folder / name).exists() and (folder / name).read_bytes() != content
+    ]
+    if edited:
+        raise ConfigError(
+            f"{folder / edited[0]} is there, and is not what would be added: nothing was added. "
+            "Merge it by git: docs/copying.md, Later improvements"
+        )
+    for name, content in new.items():
+        put(folder / name, content)
+    needed = build(names, called, extras)["requirements.txt"].decode().splitlines()
+    file = folder / "requirements.txt"
+    present = file.read_text("utf-8").splitlines() if file.exists() else []
+    lines = [line for line in needed if line not in present and "==" in line]
+    if lines:
+        file.write_text("\n".join([*present, *lines]) + "\n", "utf-8")
+    print(f"{folder}: {len(new)} files added: {', '.join(sorted(new))}")
+    if lines:
+        print(f"  new in requirements.txt: {', '.join(lines)}")
 
 
 def create(folder: Path, files: dict[str, bytes]) -> None:

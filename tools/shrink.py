@@ -30,7 +30,7 @@ from tqdm import tqdm
 from shared.data.loader import parallel_map
 from shared.data.records import kind as kind_of
 from shared.data.records import read_records
-from shared.images import shards
+from shared.extras import tars as shards
 from shared.images.decoding import (
     FORMATS,
     SUFFIXES,

@@ -9,14 +9,14 @@ import contextlib
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
 DRAWN_AT_ONCE = 4096  # positions of an epoch, at least: many cost little more than one
@@ -226,3 +226,33 @@ def draws_kept() -> Iterator[None]:
 def _accelerator() -> Any:
     """The module of the accelerator, for example torch.cuda. None without an accelerator."""
     return torch.get_device_module() if torch.accelerator.is_available() else None
+
+
+class Mixed(ConcatDataset):
+    """Several sources as one data set, one after the other: `order.Samples`."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        super().__init__(parts.values())
+        self.sources = {name: len(part) for name, part in parts.items()}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        stops = self.cumulative_sizes
+        bounds: Any = zip(self.datasets, [0, *stops], stops, strict=False)
+        return sum(
+            part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds
+        )
+
+
+def training_order(
+    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any
+) -> Order:
+    """The order of training: a `Mixture` of the sources of `samples` if they have weights.
+
+    Args:
+        options: of `Order`; `lengths` of a `Mixture`.
+    """
+    if weights:
+        from shared.extras.mixture import mixture_of
+
+        return mixture_of(samples, global_batch_size, seed, weights, **options)
+    return Order(len(samples), global_batch_size, seed, **options)

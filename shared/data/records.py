@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from shared.data.files import ARCHIVES, find_files, is_url, name_inside, open_bytes, open_text
-from shared.data.remote import fetched
 from shared.data.tables import read_table
 from shared.data.values import as_json_lines, parse_json
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
@@ -30,25 +29,9 @@ if TYPE_CHECKING:
 Records = Iterator[tuple[str, dict[str, Any]]]
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-STATES = 256  # rows of a stream of the Hub between places where reading can begin
 PIECE = 2**18  # characters of plain text in one record, at most
 # key of each record of a plain-text file except the last
 CONTINUES = "(the text continues in the next record)"
-
-
-@dataclass
-class Cursor:
-    """Where reading stands: at a record. A new reader that is given one begins there, and moves
-    it.
-    """
-
-    file: int = 0  # its file, by number; of a data set of the Hub, the row that `state` is at
-    # lines (JSON lines), rows or records before it in the file, or in the data set of the Hub
-    number: int = 0
-    offset: int = 0  # bytes before it in the file, for JSON lines that are not compressed
-    document: int = 0  # of a stream of documents: those before it
-    tokens: int = 0  # and their tokens to train on
-    state: Any = None  # of a data set of the Hub: `IterableDataset.state_dict`, JSON-like
 
 
 @dataclass(frozen=True)
@@ -60,52 +43,51 @@ class Source:
         identity: gives something JSON-like, with a Path for each file, that changes when the
             records do.
         read: gives all records from the start.
-        read_from: gives them from a cursor on, if the source can.
     """
 
     name: str
     identity: Callable[[], Any]
     read: Callable[[], Records]
-    read_from: Callable[[Cursor], Records] | None = None
 
 
-def open_sources(
-    config: DataConfig, *, demo: Source, streaming: bool = False
-) -> tuple[Source, Source | None]:
+def open_sources(config: DataConfig, *, demo: Source) -> tuple[Source, Source | None]:
     """(training, validation or None) records of a config; `demo` when it names none.
 
     If --train_file names a folder that also holds the validation files, these are not trained on.
-    The identity of a stream is made of names and sizes only, so it survives a copy of the files and
-    a Hub that does not answer. Every rank calls this.
+    Every rank calls this.
     """
     if config.is_demo:
         return demo, None
-    # every rank takes part in fetching
-    named, held_out = (
-        [fetched(name) if is_url(name) else name for name in names]
-        for names in (config.train_file, config.validation_file)
-    )
-    listed = cache(partial(_list_files, named, held_out))
+    named, held_out = named_files(config)
+    listed = cache(partial(list_files, named, held_out))
 
     def source(number: int, names: Sequence[str]) -> Source:
-        def identity() -> list[Any]:
-            files = listed()[number]
-            return [[file.name, file.stat().st_size] for file in files] if streaming else files
-
-        def read(cursor: Cursor | None = None) -> Records:
-            return read_records(listed()[number], cursor)
-
         name = label(names[0]) if len(names) == 1 else f"{len(names)} files"
-        return Source(name, identity, read, read)
+        return Source(name, lambda: listed()[number], lambda: read_records(listed()[number]))
 
-    hub = partial(_hub_source, config, streaming=streaming)
+    hub = partial(_hub_source, config)
     train = hub(config.train_split_name) if config.dataset_name else source(0, config.train_file)
     if split := config.validation_split_name:
         return train, hub(split)
     return train, source(1, config.validation_file) if held_out else None
 
 
-def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
+def named_files(config: DataConfig) -> tuple[list[str | Path], list[str | Path]]:
+    """What --train_file and --validation_file name; of URLs, the copies. Every rank calls this."""
+
+    def fetched(url: str) -> Path:
+        from shared.extras import remote
+
+        return remote.fetched(url)
+
+    train, held_out = (
+        [fetched(name) if is_url(name) else name for name in names]
+        for names in (config.train_file, config.validation_file)
+    )
+    return train, held_out
+
+
+def list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
     """The files to train on, and those to validate on if they are named."""
     train = find_files(named, flag="train_file") if named else []
     if not held_out:
@@ -119,15 +101,11 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
     return [files or train, validation]
 
 
-def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
+def _hub_source(config: DataConfig, split: str) -> Source:
     (name,) = config.dataset_name
     part = config.dataset_config_name
-
-    def identity() -> list[Any]:
-        return [part, split, *([name] if streaming else _hub_identity(name))]
-
-    read = partial(load_hub, name, part, split, streaming=streaming)
-    return Source(label(name), identity, read, read if streaming else None)
+    read = partial(load_hub, name, part, split)
+    return Source(label(name), lambda: [part, split, *_hub_identity(name)], read)
 
 
 def _hub_identity(name: str) -> list[Any]:
@@ -168,9 +146,8 @@ def not_used(names: Collection[str]) -> str:
     return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
-def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records:
-    """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then
-    where reading stands.
+def read_records(files: Sequence[Path]) -> Records:
+    """Yield (place, record) for each record, in order.
 
     JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text:
     {"text": content}, or several records of at most PIECE characters, all but the last with the key
@@ -179,40 +156,30 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
     Raises:
         ConfigError: a file that cannot be read or parsed, with its place.
     """
-    cursor = cursor or Cursor()
-    for path in files[cursor.file :]:
-        suffix = name_inside(path).suffix.lower()
-        if suffix in ARCHIVES:
-            raise ConfigError(f"{path}: an archive: unpack it first, and name what was in it")
-        try:
-            if suffix == ".parquet":
-                yield from _read_parquet(path, cursor)
-            elif not _is_json_lines(path):
-                yield from _forward(READERS.get(suffix, _read_text)(path), path, cursor)
-            elif path == name_inside(path):
-                yield from _read_jsonl(path, cursor)
-            else:
-                yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
-        except UnicodeDecodeError:
-            place = f"{path}:{_line_of_bad_bytes(path)}"
-            raise ConfigError(f"{place}: not UTF-8 text; save it as UTF-8") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
-        cursor.file += 1
-        cursor.number = 0
-        cursor.offset = 0
+    for path in files:
+        with errors_of(path):
+            yield from reader_of(path)(path)
 
 
-def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
-    """The records from the cursor on, of a file that can be read from its start only."""
-    if first := cursor.number:
-        note(
-            f"{path}: has no index, so it is read from its start to record {first:,}, where the "
-            "run continues"
-        )
-    for cursor.number, record in enumerate(records):
-        if cursor.number >= first:
-            yield record
+@contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """What goes wrong when a file is read, in one line."""
+    if name_inside(path).suffix.lower() in ARCHIVES:
+        raise ConfigError(f"{path}: an archive: unpack it first, and name what was in it")
+    try:
+        yield
+    except UnicodeDecodeError:
+        place = f"{path}:{_line_of_bad_bytes(path)}"
+        raise ConfigError(f"{place}: not UTF-8 text; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
+
+
+def reader_of(path: Path) -> Callable[[Path], Records]:
+    """What reads the records of such a file."""
+    if is_json_lines(path):
+        return _read_jsonl
+    return READERS.get(name_inside(path).suffix.lower(), _read_text)
 
 
 def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -258,25 +225,23 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
         raise ConfigError(f"{path}:{line}: not valid JSON ({error})") from None
 
 
-def _read_jsonl(path: Path, cursor: Cursor) -> Records:
-    """Moves the cursor, and begins at it."""
+def _read_jsonl(path: Path) -> Records:
     with open_bytes(path) as file:
-        if cursor.offset:
-            file.seek(cursor.offset)
-        for number, line in enumerate(file, cursor.number + 1):
+        for number, line in enumerate(file, 1):
             if line.strip():
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                record = _json_of(path, text.rstrip(), number)
-                if not isinstance(record, dict):
-                    raise ConfigError(
-                        f"{path}:{number}: expected a JSON object, found {kind(record)}"
-                    )
-                yield f"{path}:{number}", record
-            cursor.number = number
-            cursor.offset += len(line)
+                yield record_of(path, number, line)
 
 
-def _is_json_lines(path: Path) -> bool:
+def record_of(path: Path, number: int, line: bytes) -> tuple[str, dict[str, Any]]:
+    """(place, record) of a line of JSON lines, counted from 1."""
+    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    record = _json_of(path, text.rstrip(), number)
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path}:{number}: expected a JSON object, found {kind(record)}")
+    return f"{path}:{number}", record
+
+
+def is_json_lines(path: Path) -> bool:
     suffix = name_inside(path).suffix.lower()
     if suffix != ".json":
         return suffix in JSON_LINES
@@ -293,15 +258,11 @@ def _read_list(path: Path) -> Records:
         yield f"{path}: record {number}", record
 
 
-# Of files that are read from their start. Any other file is one text.
-READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}
-
-
-def _read_parquet(path: Path, cursor: Cursor) -> Records:
+def read_parquet(path: Path, first: int = 0) -> Records:
+    """The rows from `first` on."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    first = cursor.number
     number = 0
     try:
         file = pq.ParquetFile(path)
@@ -317,12 +278,20 @@ def _read_parquet(path: Path, cursor: Cursor) -> Records:
             for batch in file.iter_batches(batch_size=64, row_groups=[group]):
                 for record in batch.to_pylist():
                     if number >= first:
-                        cursor.number = number
                         where = f"{path}: row {number + 1}"
                         yield where, as_json_lines(record, types, where)
                     number += 1
     except (pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None
+
+
+# Any other file is one text.
+READERS: dict[str, Callable[[Path], Records]] = {
+    ".parquet": read_parquet,
+    ".json": _read_list,
+    ".csv": read_table,
+    ".tsv": read_table,
+}
 
 
 def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
@@ -352,7 +321,7 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
     datasets.disable_progress_bars()
     datasets.data_files.resolve_pattern = own
     try:
-        with _one_line(f"--dataset_name {name}"):
+        with one_line(f"--dataset_name {name}"):
             place = root if os.path.isdir(name) else name
             return datasets.load_dataset(place, *arguments, **options)
     finally:
@@ -360,7 +329,7 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def _one_line(what: str) -> Iterator[None]:
+def one_line(what: str) -> Iterator[None]:
     """An error of `datasets`, which raises many types for a mistyped name, in one line."""
     try:
         yield
@@ -371,47 +340,34 @@ def _one_line(what: str) -> Iterator[None]:
         raise kind_of(f"{what}: {first_line(error)}") from None
 
 
-def load_hub(
-    name: str,
-    config_name: str | None,
-    split: str,
-    cursor: Cursor | None = None,
-    *,
-    streaming: bool = False,
-) -> Records:
+def load_hub(name: str, config_name: str | None, split: str) -> Records:
     """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load.
     Classes have their names.
-
-    Of a stream, the `cursor` says where to begin, and then where reading stands. `datasets` opens
-    the file of that place.
 
     Raises:
         ConfigError: the data set or the split does not exist or cannot be read.
         NotNow: the Hub does not answer.
     """
+    dataset = load_dataset(name, config_name, split=split)
+    with one_line(f"--dataset_name {name} (split {split})"):
+        yield from rows_of(undecoded(dataset.to_iterable_dataset()), f"{name}:{split}")
+
+
+def undecoded(dataset: Any) -> Any:
+    """A data set that is iterated, of which no image is opened."""
+    return dataset.decode(False) if dataset.features else dataset  # else it holds plain JSON
+
+
+def rows_of(dataset: Any, where: str, start: int = 0) -> Records:
+    """(place, record) of a data set that is iterated, whose first row has the number `start`."""
     import datasets
 
-    dataset = load_dataset(name, config_name, split=split, streaming=streaming)
-    with _one_line(f"--dataset_name {name} (split {split})"):
-        dataset = dataset if streaming else dataset.to_iterable_dataset()
-        if dataset.features:  # else it holds plain JSON
-            dataset = dataset.decode(False)  # no image is opened
-        features = dataset.features or datasets.Features()
-        classes = {key: getattr(of, "feature", of) for key, of in features.items()}  # of lists, too
-        classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
-        types = {field.name: field.type for field in features.arrow_schema}
-        cursor = cursor or Cursor()
-        first = cursor.number
-        if cursor.state:
-            dataset.load_state_dict(cursor.state)
-        # a stream sees damaged files only here
-        for number, record in enumerate(dataset, cursor.file):
-            for key, of in classes.items():  # -1: there is no label
-                record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
-            if number >= first:
-                cursor.number = number
-                where = f"{name}:{split}: row {number}"
-                yield where, as_json_lines(record, types, where)
-            if streaming and (number + 1) % STATES == 0:
-                cursor.file = number + 1
-                cursor.state = dataset.state_dict()
+    features = dataset.features or datasets.Features()
+    classes = {key: getattr(of, "feature", of) for key, of in features.items()}  # of lists, too
+    classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
+    types = {field.name: field.type for field in features.arrow_schema}
+    for number, record in enumerate(dataset, start):
+        for key, of in classes.items():  # -1: there is no label
+            record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
+        place = f"{where}: row {number}"
+        yield place, as_json_lines(record, types, place)

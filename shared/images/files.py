@@ -18,7 +18,7 @@ from shared.data import prepared
 from shared.data.labels import LabelledData, Labels, in_order, read_labels
 from shared.data.loader import parallel_map
 from shared.data.order import Row
-from shared.images import shards, sources
+from shared.images import sources
 from shared.images.decoding import BadImage, Source, check, decode
 from shared.images.digits import write_digits
 from shared.images.options import ImageConfig
@@ -166,9 +166,11 @@ def _prepare(config: ImageConfig, *, whole: bool) -> _Part:
 
     def find() -> str:
         facts: Any
-        if tars := shards.find(config):
-            facts = tars
-            listings.append(partial(shards.list_images, *tars, config))
+        if files := sources.tar_files(config.train_file, "train_file"):
+            from shared.extras import tars
+
+            train, validation = facts = tars.with_validation(files, config)
+            listings.append(partial(tars.list_images, train, validation, config))
         elif splits:
             facts = [[split, part._fingerprint] for split, part in splits.items()]
             listings.append(partial(sources.list_rows, config, splits))

@@ -22,6 +22,7 @@ from shared.images.decoding import SUFFIXES, BadImage, Part, Source
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, shown
 from shared.process.files import NOT_REGULAR
+from shared.process.printing import print_main
 
 # names of a validation folder or split; the first one present is used
 VALIDATION = ("val", "validation", "valid")
@@ -116,6 +117,15 @@ def name_of(config: ImageConfig) -> str:
         return "scikit-learn's handwritten digits"
     named = [str(name) for flag in config.SOURCES for name in getattr(config, flag)]
     return " ".join(named) if len(named) < 4 else f"{named[0]} and {len(named) - 1:,} more"
+
+
+def tar_files(names: tuple[str, ...], flag: str) -> list[Path]:
+    """The tar files among those that a flag names."""
+    files = find_files(names, flag=flag) if names else []
+    tars = [file for file in files if file.suffix.lower() == ".tar"]
+    if 0 < len(tars) < len(files):
+        print_main(f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read")
+    return tars
 
 
 def list_files(config: ImageConfig, root: Path | None) -> tuple[Listed, str]:

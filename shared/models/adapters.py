@@ -1,5 +1,6 @@
 """LoRA adapters: making, saving and merging them; their precision; quantised bases."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from shared.config.options import SpeedConfig
 from shared.models.checks import learn_padding_token
 from shared.models.counts import experts_of
 from shared.models.hub import file_of, from_hub
-from shared.models.loading import load_causal_lm
+from shared.models.loading import load_causal_lm, use_launch_precision
 from shared.models.options import AdapterConfig
 from shared.models.targets import find_targets, not_to_quantise
 from shared.parallel import shards
@@ -70,7 +71,7 @@ def _quantisation(name: str) -> Any:
             "copy of the model in 16 bits"
         )
     if experts_of(config)[0] and not given:
-        from shared.experts.quantised import ExpertsConfig
+        from shared.extras.experts.quantised import ExpertsConfig
 
         return ExpertsConfig
     return BitsAndBytesConfig
@@ -87,13 +88,20 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUS
         ConfigError: the flags name modules that the model does not have, or that cannot take
             adapters, or the given adapter does not fit the model.
     """
-    from shared.experts.adapted import attach, in_full_shape
-
     learn_padding_token(base)
+    use_launch_precision(base)
     given = adapter.adapter_name_or_path
-    with in_full_shape(base):
+    shape: Any = contextlib.nullcontext()
+    if any("quant_states" in vars(module) for module in base.modules()):  # experts in 4 bits
+        from shared.extras.experts.adapted import in_full_shape
+
+        shape = in_full_shape(base)
+    with shape:
         model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
-    attach(model)
+    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        from shared.extras.experts.adapted import attach
+
+        attach(model)
     if adapter.merge_adapter:
         refuse_tied_embeddings(model)
     return trained_in_fp32(model)

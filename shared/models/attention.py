@@ -26,7 +26,6 @@ from shared.models import angles
 from shared.models.angles import number_of_document
 from shared.models.cudnn import avoid_cudnn
 from shared.models.loading import without_adapters
-from shared.parallel.sequence import attend_to_whole_rows
 from shared.process import ranks
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
@@ -324,5 +323,7 @@ def use_kernel(kernel: Kernel | None) -> None:
     """
     function: Any = partial(attend, kernel)
     if ranks.sequence_ranks() > 1:
+        from shared.extras.sequence.sequence import attend_to_whole_rows
+
         function = partial(attend_to_whole_rows, function)
     AttentionInterface.register("sdpa", function)

@@ -67,6 +67,14 @@ def load_causal_lm(
     return model
 
 
+def use_launch_precision(model: Any) -> None:
+    """Let a model's fused experts, which know no autocast, compute in the launch's precision."""
+    if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in model.modules()):
+        from shared.extras.experts import products
+
+        products.use_launch_precision(model)
+
+
 def without_adapters(model: Any) -> Any:
     """The model itself, out of the wrappers of the launch and of PEFT if it is in one."""
     model = extract_model_from_parallel(model)

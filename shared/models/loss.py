@@ -25,7 +25,6 @@ from shared.models.blocks import as_in_an_evaluation
 from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
-from shared.parallel.sequence import over_ranks, over_rows
 from shared.process.errors import reason_of
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
@@ -69,6 +68,8 @@ def causal_lm_loss(
     if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
         config = without_adapters(model).config.get_text_config()
         if can_balance(config):
+            from shared.extras.experts.balancing import balancing_loss
+
             aux_loss = balancing_loss(outputs.router_logits, batch, experts_of(config)[1])
             loss = loss + config.router_aux_loss_coef * (aux_loss - aux_loss.detach())
             if log is not None:
@@ -158,42 +159,15 @@ def can_balance(config: Any) -> bool:
     return has_settings and all(experts_of(text)) and text.model_type not in NOT_BALANCED
 
 
-def balancing_loss(
-    router_logits: tuple[torch.Tensor, ...], batch: Batch, top_k: int
-) -> torch.Tensor:
-    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of
-    share x probability.
-
-    It is computed for each row and layer, so it does not depend on how the global batch is divided
-    into micro-batches. It is the mean over layers, summed over rows; a row counts as often as it
-    has targets. If all experts are used equally, it is `top_k` for each target. transformers pools
-    the rows of a micro-batch, and all layers.
-
-    Args:
-        router_logits: of each layer, [batch * seq, experts].
-        batch: `labels`: [batch, seq]. Tokens after a row's last target are padding. May be of
-            `stretches.cut`.
-        top_k: experts that a token is sent to.
-
-    Returns:
-        Scalar, fp32.
+def over_ranks(batch: Batch, value: torch.Tensor) -> torch.Tensor:
+    """The sum over whole rows of what `value` sums over the batch's tokens: they differ where ranks
+    share rows. Every rank calls this.
     """
-    labels = batch["labels"]
+    if "row_labels" not in batch:
+        return value
+    from shared.extras.sequence.sequence import sum_over_ranks
 
-    def weights_of(rows: Batch) -> torch.Tensor:
-        used = ((rows["labels"] != IGNORED).flip(1).cumsum(1).flip(1) > 0).float()
-        return used / used.sum(1, keepdim=True).clamp(min=1)
-
-    weights = over_rows(batch, weights_of)[..., None]
-    targets = over_ranks(batch, (labels != IGNORED).sum(1))
-    by_row = torch.zeros(len(labels), device=labels.device)
-    for logits in router_logits:
-        probabilities = logits.float().reshape(*labels.shape, -1).softmax(-1)
-        sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
-        share = over_ranks(batch, (sent * weights).sum(1))
-        probability = over_ranks(batch, (probabilities * weights).sum(1))  # [batch, experts]
-        by_row = by_row + logits.shape[-1] * (share * probability).sum(1)
-    return (by_row * targets).sum() / len(router_logits)
+    return sum_over_ranks(value)
 
 
 class _InOnePass(torch.autograd.Function):

@@ -3,10 +3,9 @@
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shared.experts.products import use_launch_precision
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.hub import attention_option, from_architecture, from_hub, override
-from shared.models.loading import class_of, freeze_outer_parts, load_causal_lm
+from shared.models.loading import class_of, freeze_outer_parts, load_causal_lm, use_launch_precision
 from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
 from shared.models.tokenizers import vocabulary_size

@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from shared.experts.products import use_launch_precision
 from shared.models import adapters
 from shared.models.classifier import load_classifier
 from shared.models.hub import from_hub
+from shared.models.loading import use_launch_precision
 from shared.models.options import AdapterConfig
 
 # By --problem_type: transformers' name of it.

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared.parallel import zero
 from shared.parallel.gradients import local_part, reshard
 from shared.parallel.kept import Kept
 from shared.parallel.shards import whole
@@ -51,8 +50,10 @@ def gather_weights(
         name: p for name, p in model.named_parameters() if p.requires_grad or not trainable_only
     }
     for name, value in (values | persistent_buffers(model)).items():
-        if zero.holds(value):
-            value = zero.full_weight(value)
+        if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # DeepSpeed has it elsewhere
+            from shared.extras.deepspeed import full_weight
+
+            value = full_weight(value)
         full = whole(value)
         if accelerator.is_main_process:
             cast = full.is_floating_point() and not re.search(in_fp32, name)

@@ -4,7 +4,7 @@ for all.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,14 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared.data.loader import Share
-from shared.data.stretches import cut
-from shared.parallel.shards import make_whole, put_pieces, take_pieces
-from shared.parallel.tensor import (
-    give_parameters,
-    split_by_mesh,
-    tensor_parallel,
-    tensor_parallel_mesh,
-)
+from shared.parallel.shards import put_pieces, take_pieces
 from shared.process import ranks
 from shared.process.errors import ConfigError
 
@@ -35,8 +28,11 @@ def share(accelerator: Accelerator) -> Share:
     """What this process reads of the data: ranks that share a model's pieces read the same."""
     readers = ranks.data_parallel_size()
     place = accelerator.process_index // (accelerator.num_processes // readers)
-    part = cut if ranks.sequence_ranks() > 1 else dict
-    return Share(place, readers, accelerator.device, part)
+    if ranks.sequence_ranks() > 1:
+        from shared.extras.sequence.stretches import cut
+
+        return Share(place, readers, accelerator.device, cut)
+    return Share(place, readers, accelerator.device)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
@@ -61,7 +57,8 @@ def prepare(
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
-        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
+        replicas: do not reduce gradients between processes, or groups of HSDP:
+            see `extras.replicas`.
 
     Returns:
         The model; the optimizers without Accelerate's wrappers, which `Strategy.update` has no use
@@ -70,19 +67,18 @@ def prepare(
     Raises:
         ConfigError: the model cannot be spread that way.
     """
-    mesh = tensor_parallel_mesh(accelerator)
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    # the ranks over which each matrix is cut
+    mesh = mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["param_names"] = [names[p] for p in group["params"]]
     del names  # or it would keep the weights
     if mesh is not None:
-        if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
-            raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
-        if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
-            raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
-        tensor_parallel(model, mesh)
-        make_whole(model)  # what is not cut: embeddings, norms
+        from shared.extras import tensor
+
+        tensor.cut(accelerator, model, optimizers, mesh)
         give_parameters(optimizers, model)
     if accelerator.distributed_type == DistributedType.FSDP:
         model, optimizers = _shard(accelerator, model, optimizers, replicas=replicas)
@@ -95,8 +91,16 @@ def prepare(
         optimizers = [wrapper.optimizer for wrapper in wrapped]
     if mesh is not None:
         for optimizer in optimizers:
-            split_by_mesh(optimizer)
+            tensor.split_by_mesh(optimizer)
     return model, optimizers
+
+
+def give_parameters(optimizers: Iterable[Any], model: nn.Module) -> None:
+    """Let optimizers have a model's present parameters, by the names in their groups."""
+    present = dict(model.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [present[name] for name in group["param_names"]]
 
 
 def _shard(

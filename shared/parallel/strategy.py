@@ -5,23 +5,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel import sharding
 from shared.parallel.gradients import gradient_norm, keeps_gradients, local_part
 from shared.parallel.kept import Kept
-from shared.process import faults
+from shared.process import faults, ranks
 from shared.process.errors import ConfigError
 
 
 class Strategy:
     """Plain PyTorch: one process, DDP, FSDP2, HSDP, tensor parallelism, a pipeline.
 
-    Subclasses: `parallel.zero.DeepSpeed`, `models.sequence_parallel.SequenceParallel` and
-    `training.sync.Replicas`. Nothing else asks which of them runs. All ranks call the same methods
-    in the same order.
+    Subclasses are extras: `deepspeed.DeepSpeed`, `sequence_parallel.SequenceParallel` and
+    `replicas.Replicas`. Nothing else asks which of them runs. All ranks call the same methods in
+    the same order.
 
     Attributes:
         title: name of the strategy in the error of `require`.
@@ -135,6 +135,28 @@ class Strategy:
     def engine(self, trainable: Mapping[str, nn.Parameter]) -> Kept | None:
         """What holds weights and optimizer state, if parameters and optimizers do not."""
         return None
+
+
+def strategy_of(accelerator: Accelerator) -> Strategy:
+    """The strategy that the launch config asks for."""
+    if ranks.sequence_ranks() > 1:
+        raise ConfigError(
+            "this template cannot divide rows over GPUs: use fsdp2.yaml, or sp_size 1"
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from shared.extras.deepspeed import DeepSpeed
+
+        return DeepSpeed(accelerator)
+    return Strategy(accelerator)
+
+
+def strategy_of_rows(accelerator: Accelerator) -> Strategy:
+    """As `strategy_of`, for a template whose ranks may share rows."""
+    if ranks.sequence_ranks() > 1:
+        from shared.extras.sequence.sequence_parallel import SequenceParallel
+
+        return SequenceParallel(accelerator)
+    return strategy_of(accelerator)
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:

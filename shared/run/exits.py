@@ -136,6 +136,13 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return stopped
     if isinstance(error, CleanExit):
         return error
+    if isinstance(error, ImportError) and str(error.name).startswith("shared.extras"):
+        named = re.search(r"shared\.extras\.(\w+)|import name '(\w+)'", str(error))
+        extra = named and (named[1] or named[2])
+        return ConfigError(
+            f"shared/extras/{extra or ''} is not in this project: add it with the line that its "
+            f"README.md gives (python -m shared new ... --with {extra or 'EXTRA'})"
+        )
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
     # not "out of resource: shared memory", a GPU's

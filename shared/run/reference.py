@@ -50,7 +50,7 @@ def identity_of_start(name: str, model: Any, adapter: AdapterConfig) -> Start:
         return [Path(file).read_text("utf-8") for file in files if file]
 
     texts = on_main(texts_of_settings)
-    versions = [transformers.__version__, prepared.source_of("models", "experts")]
+    versions = [transformers.__version__, prepared.source_of("models", "extras/experts")]
     return Start(weights, prepared.fingerprint(how=[texts, versions, str(model.dtype)]))
 
 

@@ -6,8 +6,10 @@ model, optimizers = setup.prepare(model, optimizers)    # on the device, sharded
 run = setup.start(train, loss, fingerprint="...")       # compiled, tried, resumed
 """
 
+import importlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,11 @@ import torch
 from accelerate import Accelerator
 
 from shared.config import parse as configs
-from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import compile_blocks, compile_images
 from shared.models.counts import describe_parameters
 from shared.parallel.kept import Tensors
-from shared.parallel.strategy import Strategy
-from shared.parallel.zero import strategy_of
+from shared.parallel.strategy import Strategy, strategy_of
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note, print_main, summary
@@ -37,7 +37,6 @@ from shared.run.rehearsal import Rehearsal
 from shared.run.resumable import measured_by, require_resumable
 from shared.run.run import Run
 from shared.run.state import TrainState, better
-from shared.run.trained import MovingAverage
 from shared.training import defaults, optim
 
 
@@ -86,6 +85,13 @@ class Setup(Prepared):
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
             named = config.checkpoint.resume_from_checkpoint
             self._found = on_main(partial(find, self.dir, named))
+        asked = {
+            "rehearsal": config.batch.find_batch_size or config.checkpoint.dress_rehearsal,
+            "averages": config.evaluation.ema_decay,
+            "mixture": config.data.mix_weights,
+        }
+        for extra in filter(asked.get, asked):  # before anything is loaded: it may not be there
+            importlib.import_module(f"shared.extras.{extra}")
         if self._found:
             # before minutes of loading; `Checkpointer.resume` knows the rest
             settings = redact(configs.flatten(config))
@@ -153,6 +159,8 @@ class Setup(Prepared):
         decay = self.config.evaluation.ema_decay
         if name == "model" and decay:
             self.strategy.require("--ema_decay")
+            from shared.extras.averages import MovingAverage
+
             self.average = self.kept["ema."] = MovingAverage(self.accelerator, model, decay)
         elif name == "model":
             self.average = self.strategy.average
@@ -207,12 +215,16 @@ class Setup(Prepared):
             begin(self)
         trials = Rehearsal(self.strategy, [*self.models.values()], self.optimizers, train, loss)
         if self.config.batch.find_batch_size:
-            rows = trials.find_batch_size()
+            from shared.extras.rehearsal import find_batch_size
+
+            rows = find_batch_size(trials)
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
         trials.settle_ddp()
         saver = Checkpointer(self, fingerprint)
         if self.config.checkpoint.dress_rehearsal and not self._found:
-            trials.dress_rehearsal(saver)
+            from shared.extras.rehearsal import dress_rehearsal
+
+            dress_rehearsal(trials, saver)
         state = saver.resume(self._found)
         self._continue(state, train, steps, fingerprint)
         is_over = state.step >= steps or bool(state.stopped_early)
@@ -280,13 +292,16 @@ class Setup(Prepared):
         config = self.config
         epoch = train.steps_per_epoch
         epochs = f", {steps / epoch:.2f} epochs" if epoch else ""
-        if isinstance(order := getattr(train, "order", None), Mixture):
-            self.details["mixture"] = order.describe(steps)
+        describe = getattr(getattr(train, "order", None), "describe", None)
+        if describe is not None:  # of a mixture
+            self.details["mixture"] = describe(steps)
         cadence = f"evaluates every {config.evaluation.every(steps, epoch):,} steps"
         cadence += f", saves every {config.checkpoint.every(steps):,} steps"
         metric = config.evaluation.metric_for_best_model
         if metric != "none":
             cadence += f", keeps the best {metric} ({better(metric)} is better)"
+        used = {name.split(".")[2] for name in sys.modules if name.startswith("shared.extras.")}
+        self.details["extras"] = ", ".join(sorted(used)) or None
         rows = "rows" if self.unit == "tokens" else self.unit
         lines = {
             "run on": launch.strategy(self.accelerator),

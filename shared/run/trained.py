@@ -1,22 +1,18 @@
-"""What checkpoints hold: trained weights, the optimizers' state, the models' buffers, a moving
-average.
-"""
+"""What checkpoints hold: trained weights, the optimizers' state, the models' buffers."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
-from shared.models.weights import WeightCopy, persistent_buffers
+from shared.models.weights import persistent_buffers
 from shared.parallel.gradients import local_part, reshard
 from shared.parallel.kept import Kept, Read, Tensors
 from shared.process.printing import print_main
 from shared.run.prepared import Prepared
 from shared.training import optim
-from shared.training.low_memory import state_tensors
 
 
 def kept_of(prepared: Prepared) -> dict[str, Kept]:
@@ -61,7 +57,7 @@ class Trained(Kept):
     def tensors(self, step: int) -> dict[str, Any]:
         own = {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
-            for parameter, key, value in state_tensors(optimizer):
+            for parameter, key, value in optim.state_tensors(optimizer):
                 own[f"optimizer.{self.name_of[parameter]}.{key}"] = value
         return {name: local_part(value) if self.local else value for name, value in own.items()}
 
@@ -72,7 +68,7 @@ class Trained(Kept):
         new = set()
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-            for parameter, key, _ in [*state_tensors(optimizer)]:
+            for parameter, key, _ in [*optim.state_tensors(optimizer)]:
                 name = self.name_of[parameter]
                 if f"optimizer.{name}.{key}" not in saved:
                     optimizer.state.pop(parameter, None)
@@ -83,34 +79,3 @@ class Trained(Kept):
                 "the checkpoint, and begin with a new optimizer state"
             )
         read(self.tensors(step))
-
-
-class MovingAverage(WeightCopy):
-    """The exponential moving average of a model's weights (`--ema_decay`)."""
-
-    def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float) -> None:
-        super().__init__(accelerator, model)
-        self.decay = decay
-
-    def after(self, step: int) -> None:
-        self.average_in(min(self.decay, step / (9 + step)))  # lower at first
-
-    @torch.no_grad()
-    def average_in(self, decay: float) -> None:
-        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present.
-        Integers are taken over.
-        """
-        pairs = [
-            (local_part(self.copies[name]), local_part(value)) for name, value in self.live.items()
-        ]
-        floats = [pair for pair in pairs if pair[0].is_floating_point()]
-        torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
-        for copy, value in pairs:
-            if not copy.is_floating_point():
-                copy.copy_(value)
-
-    def load(self, read: Read, saved: Set[str], step: int) -> None:
-        if saved:
-            return read(self.copies)
-        self.average_in(0)
-        print_main(f"the moving average begins at the weights of step {step}")

@@ -6,11 +6,10 @@ import torch
 from torch import nn
 
 from shared import demo
-from shared.experts.products import use_launch_precision
 from shared.models import adapters
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
-from shared.models.loading import dtype_of, load_causal_lm
+from shared.models.loading import dtype_of, load_causal_lm, use_launch_precision
 from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run

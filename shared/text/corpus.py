@@ -16,8 +16,7 @@ import numpy as np
 
 from shared import demo
 from shared.data import prepared, records
-from shared.data.mixture import Mixed
-from shared.data.order import Row, is_validation, near_share
+from shared.data.order import Mixed, Row, is_validation, near_share
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Store, prepare_sources
 from shared.demo import DEFAULT_TEMPLATE

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from shared.data.loader import cu_seqlens_of
-from shared.data.mixture import training_order
-from shared.data.order import IGNORED, Batch, Order, Row, permuted
+from shared.data.order import IGNORED, Batch, Order, Row, permuted, training_order
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -8,21 +8,19 @@ from torch.utils.data import default_collate
 
 from shared.data import records
 from shared.data.loader import Loader
-from shared.data.mixture import training_order
-from shared.data.order import EvenSubset, Order, Samples
+from shared.data.order import EvenSubset, Order, Samples, training_order
 from shared.models.counts import count_parameters
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.packing import collate_packed
-from shared.text.stream import Rows, Stream
 from shared.training import defaults
 
 
 @dataclass
 class CorpusData:
-    train: Loader | Stream  # micro-batches of sequences
+    train: Any  # micro-batches of sequences: a `Loader` or `Stream`
     validation: Loader
     tokenizer: Any
     fingerprint: str  # changes when the samples do
@@ -50,11 +48,14 @@ def open_data(setup: Any, *, as_in_training: bool = False) -> CorpusData:
     tokenizer = load_tokenizer(name) if name else None
     collate = collate_packed if options.isolate_documents else default_collate
     held_out: Samples
-    train: Loader | Stream
+    train: Any
     if options.streaming:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
-        source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
+        from shared.extras.streaming.sources import open_stream
+        from shared.extras.streaming.stream import Rows, Stream
+
+        source = open_stream(options, corpus.DEMO)
         train = Stream(source, tokenizer, config.seq_length, options, batch, share)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = (

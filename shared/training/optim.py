@@ -1,7 +1,7 @@
 """Optimizers with the right decay groups, and learning rates as a function of the step alone."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from shared.config.options import OptimConfig
 from shared.models.blocks import heads
+from shared.parallel.gradients import local_part
 from shared.process.errors import ConfigError
-from shared.training import low_memory
-from shared.training.muon import Muon
 
 DECAY = 0.2  # share of the run in which wsd decays
 
@@ -81,7 +80,7 @@ def _token_head(model: nn.Module) -> set[nn.Parameter]:
     return set() if head is None else set(head.parameters())
 
 
-def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
+def head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of what turns features into scores, of tokens or classes; empty where it is not
     known.
     """
@@ -124,49 +123,6 @@ def split_parameters(
     )
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and
-    so on down.
-
-    Blocks are the entries of lists of equal modules, and of such lists inside those (stages of
-    blocks); what stands between two blocks, or between the last and the head, goes with the one
-    before it (BEiT, arXiv 2106.08254; ELECTRA, arXiv 2003.10555).
-    """
-    lists = {
-        name: len({type(block) for block in module}) == 1
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-    }
-
-    def block_of(name: str) -> str:
-        parts = name.split(".")
-        found = [
-            ".".join(parts[: i + 1])
-            for i, part in enumerate(parts)
-            if part.isdecimal() and lists.get(".".join(parts[:i]))
-        ]
-        return found[min(1, len(found) - 1)] if found else ""
-
-    inside = {name: block_of(name) for name, _ in model.named_parameters()}
-    # A stage's own parameters (its downsampling) come before its blocks and are not a block.
-    named = set(inside.values()) - {""}
-    blocks = {b for b in named if not any(other.startswith(f"{b}.") for other in named)}
-    seen: list[str] = []
-    depth = {}
-    for name, parameter in model.named_parameters():
-        block = inside[name]
-        if block in blocks and block not in seen:
-            seen.append(block)
-        depth[parameter] = len(seen)
-    last = max((i for i, block in enumerate(inside.values()) if block), default=-1)
-    head = _head_parameters(model)
-    for i, (name, parameter) in enumerate(model.named_parameters()):
-        # tied embeddings come first
-        if i > last and (parameter in head if head else "norm" not in name):
-            depth[parameter] = len(seen) + 1
-    return {parameter: decay ** (len(seen) + 1 - d) for parameter, d in depth.items()}
-
-
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """The optimizers of a model's trainable parameters: one, or two for Muon with AdamW.
 
@@ -180,7 +136,11 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     matrices, embeddings, vectors = split_parameters(model)
     if not matrices + embeddings + vectors:
         raise ConfigError("no parameter of the model is trainable")
-    scales = layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
+    scales: dict[nn.Parameter, float] = {}
+    if config.layer_decay < 1:
+        from shared.extras.optimizers.layer_decay import layer_scales
+
+        scales = layer_scales(model, config.layer_decay)
 
     def groups(
         decaying: list[nn.Parameter], others: Sequence[nn.Parameter] = ()
@@ -208,17 +168,23 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
             raise ConfigError(
                 f"--optim {config.optim} would lose small updates of bf16 weights: use adamw"
             )
-        return [low_memory.StochasticAdamW(everything, **adam)]
+        from shared.extras.optimizers.low_memory import StochasticAdamW
+
+        return [StochasticAdamW(everything, **adam)]
     if config.optim == "adamw_8bit":
+        from shared.extras.optimizers.low_memory import adamw_8bit
+
         try:
-            return [low_memory.adamw_8bit(everything, **adam)]
+            return [adamw_8bit(everything, **adam)]
         except ImportError:
             raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
         return [torch.optim.SGD(everything, lr=config.peak, momentum=0.9, nesterov=True)]
-    head = _head_parameters(model)
+    head = head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
+        from shared.extras.optimizers.muon import Muon
+
         muon = Muon(groups(orthogonal), lr=config.peak, momentum=0.95)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
@@ -245,3 +211,16 @@ def fill_state(optimizer: Any) -> None:
         parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         _set_rate(group, rate)
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    """The live state as (parameter, key, value). 8-bit moments come as two plain tensors each."""
+    parameter: Any
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if hasattr(local_part(value), "codes"):
+                from shared.extras.optimizers.low_memory import moments
+
+                yield from ((parameter, *named) for named in moments(key, value, parameter))
+            else:
+                yield parameter, key, value

@@ -33,9 +33,9 @@ from shared.data.order import (
     permute,
     seed_all,
 )
+from shared.extras.streaming.stream import Rows
 from shared.process.errors import CleanExit, ConfigError
 from shared.run.checkpoint_files import CheckpointError
-from shared.text.stream import Rows
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")

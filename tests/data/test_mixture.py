@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from transformers import AutoTokenizer
 
 from shared.data.loader import Loader, Share
-from shared.data.mixture import PERIOD, Mixed, Mixture, training_order, turns
-from shared.data.order import permute
+from shared.data.order import Mixed, permute, training_order
+from shared.extras.mixture import PERIOD, Mixture, turns
 from shared.text import chat, corpus, labelled
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig
 from shared.text.packing import Packed, best_fit_decreasing

@@ -21,6 +21,7 @@ from shared.data import records
 from shared.data.files import find_files
 from shared.data.options import DataConfig
 from shared.data.records import Source, open_sources, read_records
+from shared.extras.streaming.sources import open_stream
 from shared.images import files as images
 from shared.images.options import ImageConfig
 from shared.models.hub import from_hub
@@ -272,7 +273,7 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
     train, validation = open_sources(config, demo=DEMO)
     assert train.identity() == [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
     assert [record["text"] for source in (train, validation) for _, record in source.read()] == ["0", "1", "2"]
-    streamed, _ = open_sources(config, demo=DEMO, streaming=True)
+    streamed = open_stream(config, DEMO)
     assert list(streamed.read()) == list(train.read())
     named = find(tmp_path / "c.jsonl.zst", tmp_path / "a.jsonl.gz")  # in the order in which they are named
     assert [record["text"] for _, record in read_records(named)] == ["2", "0"]
@@ -326,8 +327,7 @@ def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path
 
 def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
     write(tmp_path, "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
-    train, validation = open_sources(CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO, streaming=True)
-    assert validation is None
+    train = open_stream(CorpusConfig(dataset_name=(str(tmp_path),)), DEMO)
     assert list(train.read()) == [(f"{tmp_path}:train: row 0", {"text": "a"}), (f"{tmp_path}:train: row 1", {"text": "b"})]
 
 
@@ -337,7 +337,7 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
         folder.mkdir()
         file = write(folder, "a.jsonl", '{"text": "a"}\n')
         os.utime(file, (1, len(str(folder))))
-    sources = [open_sources(CorpusConfig(train_file=(str(f),)), demo=DEMO, streaming=True)[0] for f in (first, second)]
+    sources = [open_stream(CorpusConfig(train_file=(str(f),)), DEMO) for f in (first, second)]
     assert sources[0].identity() == sources[1].identity() == [["a.jsonl", 14]]
 
 

@@ -21,16 +21,18 @@ import torch
 from transformers import AutoTokenizer
 
 from shared.config.options import BatchConfig
-from shared.data import prepared, remote, store
+from shared.data import prepared, store
 from shared.data.loader import Share
-from shared.data.records import Cursor, open_sources
+from shared.data.records import open_sources
 from shared.data.store import prepare_sources
+from shared.extras import remote
+from shared.extras.streaming.sources import Cursor, open_stream
+from shared.extras.streaming.stream import Stream
 from shared.images.files import prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from shared.text.stream import Stream
 from tests.conftest import ROOT, run, slow
 from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
@@ -138,7 +140,8 @@ def server(tmp_path, monkeypatch):
 
 
 def source(*urls, streaming=False):
-    return open_sources(CorpusConfig(train_file=urls), demo=corpus.DEMO, streaming=streaming)[0]
+    config = CorpusConfig(train_file=urls)
+    return open_stream(config, corpus.DEMO) if streaming else open_sources(config, demo=corpus.DEMO)[0]
 
 
 def read(*urls, streaming=False):
@@ -337,7 +340,7 @@ def test_what_is_said_of_a_copy_has_the_file_s_name(server, capsys):
         with pytest.raises(ConfigError) as error:
             read(f"{url}/{name}")
         assert f"/copy-{message}" in str(error.value)
-    rows = source(f"{url}/b.jsonl").read_from(Cursor(number=1, offset=14))
+    rows = source(f"{url}/b.jsonl", streaming=True).read_from(Cursor(number=1, offset=14))
     with pytest.raises(ConfigError, match=r"b\.jsonl:2"):
         next(rows)
 
@@ -354,7 +357,7 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
-    code = "import sys; from shared.data.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
+    code = "import sys; from shared.extras.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
     command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
     goes_on = threading.Event()
     reached = threading.Event()

@@ -13,8 +13,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.config.options import SpeedConfig
-from shared.experts.adapted import attach
-from shared.experts.products import NAME, use_launch_precision
+from shared.extras.experts.adapted import attach
+from shared.extras.experts.products import NAME, use_launch_precision
 from shared.models import adapters
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.options import AdapterConfig
@@ -104,6 +104,7 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
     # of some models and on some processors, the rounding of fp32 alone is more than 1e-5
     tolerance = max(1e-5, *(2 * ((wanted[1][n] - g).norm() / g.norm()).item() for n, g in exact.items() if g.norm() > 1e-6))
     ours = adapted(torch.float32)
+    use_launch_precision(ours.get_base_model())
     attach(ours)
     assert tolerance < 1e-4
     assert_near(loss_and_gradients(ours), wanted, tolerance)
@@ -114,6 +115,7 @@ def test_adapters_give_what_peft_gives_and_small_updates_count_in_16_bits(tmp_pa
     change = {}
     for name, model in {"exact": plain, "peft": adapted(torch.bfloat16), "ours": adapted(torch.bfloat16)}.items():
         if name == "ours":
+            use_launch_precision(model.get_base_model())
             attach(model)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=name != "exact"):
             experts = next(m for m in model.modules() if hasattr(m, "parameter_name"))

@@ -18,8 +18,8 @@ from PIL import Image, PngImagePlugin
 from transformers.image_utils import load_image
 
 from shared.data.labels import LabelledData, Labels
+from shared.extras import tars as shards
 from shared.images import files as images
-from shared.images import shards
 from shared.images.decoding import FORMATS, BadImage, Part, check, decode, decode_tensor
 from shared.images.files import prepare
 from shared.images.options import ImageConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shared.training.low_memory import adamw_8bit, state_tensors
-from shared.training.optim import fill_state
+from shared.extras.optimizers.low_memory import adamw_8bit
+from shared.training.optim import fill_state, state_tensors
 
 RATE = 1e-3
 OPTIONS: dict[str, Any] = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}

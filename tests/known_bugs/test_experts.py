@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shared.data.order import IGNORED
+from shared.extras.pipeline import Pipeline
 from shared.models.checks import require_fit
 from shared.models.loss import causal_lm_loss
 from shared.models.options import ModelConfig
-from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
 from tests.conftest import Run, run_here

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from shared.extras.pipeline import try_stages
 from shared.models import adapters
 from shared.models.checks import context_of
 from shared.models.options import AdapterConfig
-from shared.models.pipeline import try_stages
 from shared.process.errors import ConfigError
 from tests.conftest import slow
 from tests.known_bugs.test_oracles import OWN, small

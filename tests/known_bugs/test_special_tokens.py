@@ -17,12 +17,12 @@ from transformers import (
 
 from shared.config.options import BatchConfig
 from shared.data.loader import Share
-from shared.data.records import Source
 from shared.data.store import prepare_sources
+from shared.extras.streaming.sources import StreamSource
+from shared.extras.streaming.stream import Stream
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
 from shared.text.special import Special
-from shared.text.stream import Stream
 from tests.conftest import WORDS, run_here, write_lines
 
 NAMES = ("<s>", "<pad>", "</s>", "<unk>")
@@ -124,7 +124,7 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer, texts = bpe(), [f"a </s> {text}" for text in PLAIN * 5]
     documents = tokens_of(tokenizer, texts, tmp_path, "documents")
-    source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
+    source = StreamSource("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
         options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
         batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)

@@ -12,10 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.data.records import load_hub, read_records
+from shared.extras.streaming.sources import Cursor, read_hub
 from shared.process.errors import ConfigError
 from shared.text import chat, preferences
 from shared.text.options import ChatConfig, PreferenceConfig
 from tests.conftest import write_lines
+
+LOADERS = (load_hub, lambda *of: read_hub(*of, Cursor()))
 
 
 def read(path: Path) -> list:
@@ -42,8 +45,8 @@ def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
     assert "arrow.json" in str(pq.read_schema(tmp_path / "b/t.parquet"))
     assert read(source) == read(tmp_path / "b/t.parquet") == records
     for folder in ("a", "b"):
-        for streaming in (False, True):
-            assert [record for _, record in load_hub(str(tmp_path / folder), None, "train", streaming=streaming)] == records
+        for load in LOADERS:
+            assert [record for _, record in load(str(tmp_path / folder), None, "train")] == records
     json_text = pa.array(["[1", None], pa.string()).cast(pa.json_())
     pq.write_table(pa.table({"t": json_text}), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match=r"bad.parquet: row 1: 't' is not valid JSON \(Expecting ',' delimiter"):
@@ -88,9 +91,9 @@ def test_typed_values_of_parquet_are_those_that_json_lines_hold(tmp_path):
     pq.write_table(pa.table({"a": twice}), tmp_path / "twice.parquet")
     with pytest.raises(ConfigError, match=r"row 1: 'a' is not valid JSON \(a key is there twice: city, city\)"):
         read(tmp_path / "twice.parquet")
-    for streaming in (False, True):
+    for load in LOADERS:
         with pytest.raises(ConfigError, match=r"Arrow type map<.* does not have a datasets dtype"):
-            list(load_hub(str(tmp_path), None, "train", streaming=streaming))
+            list(load(str(tmp_path), None, "train"))
 
 
 def test_two_columns_or_keys_of_one_name_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import OptimConfig
+from shared.extras.averages import MovingAverage
 from shared.models.weights import WeightCopy, average_buffers, evaluation_weights, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.parallel.kept import Tensors
@@ -16,7 +17,6 @@ from shared.run.checkpoint_files import find
 from shared.run.setup import Setup
 from shared.run.state import TrainState
 from shared.run.tensors import saved_tensors
-from shared.run.trained import MovingAverage
 from shared.training import optim
 from tests.conftest import SmallConfig
 from tests.run.test_checkpoint import setup_of

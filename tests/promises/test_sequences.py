@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from shared.parallel import sequence
+from shared.extras.sequence import sequence
 from shared.process import ranks
 from shared.process.errors import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port, make_model, run, slow

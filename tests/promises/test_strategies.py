@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from shared.extras.tensor import tensor_parallel
 from shared.parallel import sharding
-from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
 from tests.conftest import ROOT, Run, make_model, run, slow

@@ -15,6 +15,7 @@ from PIL import Image
 from shared.data import prepared
 from shared.data.files import find_files
 from shared.data.records import load_hub
+from shared.extras.streaming.sources import Cursor, read_hub
 from shared.images import sources
 from shared.images.decoding import BadImage, decode, decode_tensor
 from shared.images.options import ImageConfig
@@ -158,8 +159,8 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     folder.mkdir()
     (folder / "b.png").write_bytes(in_iptc(EPS))
     (folder / "metadata.csv").write_text("file_name,text\nb.png,what is seen\n")
-    for streaming in (False, True):  # a text's data set may hold pictures, too, and `datasets` decodes them
-        ((_, record),) = load_hub(str(folder), None, "train", streaming=streaming)
+    for load in (load_hub, lambda *of: read_hub(*of, Cursor())):  # a text's data may hold pictures, which `datasets` decodes
+        ((_, record),) = load(str(folder), None, "train")
         assert record["text"] == "what is seen"
 
 

@@ -18,10 +18,12 @@ from shared.data import records, store
 from shared.data.loader import Share
 from shared.data.order import is_validation, permute
 from shared.data.store import prepare_sources
+from shared.extras.streaming import sources
+from shared.extras.streaming.sources import open_stream
+from shared.extras.streaming.stream import Stream
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
-from shared.text.stream import Stream
 from tests.conftest import put_a_token_before_texts, sentence, write_lines
 
 
@@ -236,7 +238,7 @@ def make_stream(
     path, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1, hub=False
 ):
     named = {"dataset_name" if hub else "train_file": (str(path),)}
-    source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
+    source = open_stream(CorpusConfig(**named), corpus.DEMO)
     options = CorpusConfig(
         text_column=column,
         validation_split_percentage=percent,
@@ -365,7 +367,7 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
     rng = random.Random(0)
     texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
     texts[3] = texts[75] = ""
-    monkeypatch.setattr(records, "STATES", 16)
+    monkeypatch.setattr(sources, "STATES", 16)
     *hub, form = form.split()
     folder = write_documents(tmp_path / "data", form, texts)
     make = partial(make_stream, folder, tokenizer, 0, 1, window=window, hub=bool(hub))
@@ -410,7 +412,7 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
             read.append(super().readinto(buffer))
             return read[-1]
 
-    monkeypatch.setattr(records, "open_bytes", lambda path: io.BufferedReader(Counted(path)))
+    monkeypatch.setattr(sources, "open_bytes", lambda path: io.BufferedReader(Counted(path)))
     batches = pq.ParquetFile.iter_batches
 
     def counted(self, **options):

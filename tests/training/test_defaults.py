@@ -9,7 +9,7 @@ import torch
 from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
 from shared.models.blocks import compile_blocks
-from shared.parallel.zero import strategy_of
+from shared.parallel.strategy import strategy_of
 from shared.process.errors import ConfigError
 from shared.run import launch
 from shared.run import setup as setups

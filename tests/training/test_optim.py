@@ -30,10 +30,11 @@ from transformers import (
 )
 
 from shared.config.options import FullOptimConfig, OptimConfig
+from shared.extras.optimizers.layer_decay import layer_scales
+from shared.extras.optimizers.low_memory import StochasticAdamW, round_stochastically
+from shared.extras.optimizers.muon import Muon, orthogonal
 from shared.process.errors import ConfigError
 from shared.training import optim
-from shared.training.low_memory import StochasticAdamW, round_stochastically
-from shared.training.muon import Muon, orthogonal
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -347,7 +348,7 @@ DEPTHS = {
 @pytest.mark.parametrize("name", DEPTHS)
 def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(name, decay=0.5):
     model = tiny_llama() if name == "llama" else tiny_vision(name)
-    scales = optim.layer_scales(model, decay)
+    scales = layer_scales(model, decay)
     assert set(scales) == set(model.parameters())
     starts = {start: depth for depth, group in enumerate(DEPTHS[name]) for start in group.split()}
     for key, parameter in model.named_parameters():
@@ -361,7 +362,7 @@ def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(na
 def test_factors_and_decay_groups_go_together(kind):
     model = tiny_vision("vit")
     optimizers = build(model, kind, layer_decay=0.5)
-    scales = optim.layer_scales(model, 0.5)
+    scales = layer_scales(model, 0.5)
     held = [(p, group) for o in optimizers for group in o.param_groups for p in group["params"]]
     assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
     assert all(group["lr_scale"] == scales[p] for p, group in held)
@@ -415,10 +416,10 @@ def test_small_heads_and_experts_are_matrices_and_groups_of_one_s_own_have_the_p
 def test_a_model_without_blocks_or_with_a_head_of_another_name_decays_what_is_before_the_head():
     probe = nn.Module()
     probe.score = nn.Linear(3, 2)
-    assert {*optim.layer_scales(probe, 0.5).values()} == {1.0}
+    assert {*layer_scales(probe, 0.5).values()} == {1.0}
     other = nn.Module()
     other.blocks, other.outlet = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 2)
-    scales = optim.layer_scales(other, 0.5)
+    scales = layer_scales(other, 0.5)
     found = {name: scales[parameter] for name, parameter in other.named_parameters()}
     assert found == {
         f"{module}.{kind}": rate
@@ -438,6 +439,6 @@ def test_muon_leaves_the_head_of_an_image_model_to_adamw():
 def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
     config = MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64)
     model = on_meta(AutoModelForImageClassification, config)
-    scales = optim.layer_scales(model, 0.5)
+    scales = layer_scales(model, 0.5)
     assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
     assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}

@@ -12,6 +12,7 @@ from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.data.loader import MicroBatches, Window
+from shared.extras.rehearsal import find_batch_size
 from shared.parallel.strategy import Strategy
 from shared.run import guard, launch
 from shared.run import run as runs
@@ -145,7 +146,7 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     (optimizer,) = optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     accelerator = launch.start(0)
     rehearsal = Rehearsal(Strategy(accelerator), [model], optimizers, loader, lambda b: model(b["inputs"]).sum())
-    assert rehearsal.find_batch_size() == 4
+    assert find_batch_size(rehearsal) == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
 

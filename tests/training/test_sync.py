@@ -185,7 +185,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from shared.training.options import SyncConfig
-from shared.training.sync import Replicas
+from shared.extras.replicas import Replicas
 
 accelerator = Accelerator()
 rank, world = accelerator.process_index, accelerator.num_processes

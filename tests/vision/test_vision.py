@@ -22,16 +22,15 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoProcessor
 
 from shared.data.order import IGNORED
+from shared.extras.vision.conversations import ToImageSamples
+from shared.extras.vision.processing import ImageProcessor
 from shared.models.loading import class_of, load_causal_lm
 from shared.models.loss import causal_lm_loss
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.options import ChatConfig
-from shared.vision.conversations import ToImageSamples
-from shared.vision.loaders import see_images
-from shared.vision.options import VisionConfig
-from shared.vision.processing import ImageProcessor
+from shared.text.loaders import see_images
+from shared.text.options import ChatConfig, VisionConfig
 from tests.conftest import run, run_here, slow
 from tests.run.test_evaluate import evaluated
 from tests.vision_models import FAMILIES, make

@@ -10,26 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import OptimConfig
 from shared.parallel.kept import Kept, Read
 from shared.parallel.strategy import Strategy
-from shared.process import faults, ranks
+from shared.process import faults
 from shared.process.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def strategy_of(accelerator: Accelerator) -> Strategy:
-    """The strategy that the launch config asks for."""
-    if ranks.sequence_ranks() > 1:
-        raise ConfigError(
-            "this template cannot divide rows over GPUs: use fsdp2.yaml, or sp_size 1"
-        )
-    is_used = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return DeepSpeed(accelerator) if is_used else Strategy(accelerator)
 
 
 class DeepSpeed(Strategy):
@@ -148,11 +138,6 @@ class Engine(Kept):
                 safe_set_full_optimizer_state(parameter, value, key)
             with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
                 parameter.copy_(weight)  # what the next forward computes with
-
-
-def holds(tensor: torch.Tensor) -> bool:
-    """Whether DeepSpeed has the value of this parameter, or its fp32 value, elsewhere."""
-    return hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping")
 
 
 def full_weight(parameter: nn.Parameter) -> torch.Tensor:

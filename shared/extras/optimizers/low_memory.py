@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -142,18 +141,10 @@ def _as_sharded(local: torch.Tensor, like: torch.Tensor, shape: torch.Size) -> t
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """The live state as (parameter, key, value). 8-bit moments come as two plain tensors each:
-    codes and scales.
-    """
-    parameter: Any
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            inner: Any = local_part(value)
-            if not hasattr(inner, "codes"):
-                yield parameter, key, value
-                continue
-            shape = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // inner.block_size])
-            scale = inner.scale.view(*inner.codes.shape[:-1], shape[-1])
-            yield parameter, f"{key}.codes", _as_sharded(inner.codes, value, parameter.shape)
-            yield parameter, f"{key}.scale", _as_sharded(scale, value, shape)
+def moments(key: str, value: Any, parameter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A moment in 8 bits as two plain tensors: codes and scales."""
+    inner: Any = local_part(value)
+    shape = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // inner.block_size])
+    scale = inner.scale.view(*inner.codes.shape[:-1], shape[-1])
+    yield f"{key}.codes", _as_sharded(inner.codes, value, parameter.shape)
+    yield f"{key}.scale", _as_sharded(scale, value, shape)

@@ -14,22 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shared.data.files import find_files
 from shared.data.loader import parallel_map
 from shared.data.values import parse_json
 from shared.images.decoding import SUFFIXES, Part, read
 from shared.images.options import ImageConfig
-from shared.images.sources import VALIDATION, Listed, column_of, count_others
+from shared.images.sources import VALIDATION, Listed, column_of, count_others, tar_files
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
 
-def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
-    """The tar files to train on and those to validate on; None if there are none to train on."""
-    train = _tars(config.train_file, "train_file")
-    if not train:
-        return None
-    validation = _tars(config.validation_file, "validation_file")
+def with_validation(train: list[Path], config: ImageConfig) -> tuple[list[Path], list[Path]]:
+    """The tar files to train on and those to validate on."""
+    validation = tar_files(config.validation_file, "validation_file")
     if not validation:
         if config.validation_dir or config.validation_file:
             raise ConfigError("--train_file names tar files: --validation_file must do so, too")
@@ -42,20 +38,12 @@ def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
     return train, validation
 
 
-def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
-    files = find_files(names, flag=flag) if names else []
-    tars = [file for file in files if file.suffix.lower() == ".tar"]
-    if 0 < len(tars) < len(files):
-        print_main(f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read")
-    return tars
-
-
 def is_to_validate(file: Path) -> bool:
     return not set(VALIDATION).isdisjoint(re.split("[^a-z]+", file.stem.lower()))
 
 
 def list_images(train: list[Path], validation: list[Path], config: ImageConfig) -> Listed:
-    """All images of `find`.
+    """All images of `with_validation`.
 
     Raises:
         ConfigError: a tar file is damaged, or what is in it has no label.

@@ -13,13 +13,7 @@ import torch
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch import nn
 
-from shared.experts.products import (
-    NAME,
-    grouped_product,
-    is_fused,
-    use_launch_precision,
-    weight_product,
-)
+from shared.extras.experts.products import NAME, grouped_product, is_fused, weight_product
 
 
 class _ComputedInside(ParamWrapper):
@@ -67,7 +61,6 @@ def attach(model: Any) -> None:
     """Let the fused experts of a PEFT model, and layers that PEFT takes for experts, compute the
     adapters that PEFT has made for their weights.
     """
-    use_launch_precision(model.get_base_model())
     for wrapper in model.modules():
         if not isinstance(wrapper, ParamWrapper):
             continue

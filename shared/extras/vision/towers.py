@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError
 from shared.process.printing import note
-from shared.vision.options import FullVisionConfig
+from shared.text.options import FullVisionConfig
 
 # In names of weights that turn what a tower sees into embeddings of the language model.
 PROJECTOR = re.compile(r"projector|connector|merger|aligner|embed_vision|multi_modal")

@@ -1,22 +1,19 @@
 """Where records of conversations have images, and what names each."""
 
 import re
-from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 from shared.process.errors import ConfigError
 from shared.text.forms import FORMS, IMAGE
+from shared.text.loaders import IMAGES, is_image
 
 MARK = "<image>"
-COLUMNS = ("images", "image")
 # columns whose texts may have marks, in their order in a conversation
 TEXTS = (
     *("system", "history", "instruction", "input", "prompt", "messages", "conversations"),
     *("completion", "output"),
 )
 KEYS = ("image", "path", "url", "image_url", "bytes")  # of a part that is an image
-LOOK = 100  # records of each source that are looked at
 
 
 def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str, Any], list[Any]]:
@@ -33,9 +30,9 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
         ConfigError: there are two columns, or one has more or fewer images than the texts have
             places for.
     """
-    if all(record.get(name) for name in COLUMNS):
-        raise ConfigError(f"{where}: has images in both columns {' and '.join(COLUMNS)}: keep one")
-    column = next((name for name in COLUMNS if record.get(name)), None)
+    if all(record.get(name) for name in IMAGES):
+        raise ConfigError(f"{where}: has images in both columns {' and '.join(IMAGES)}: keep one")
+    column = next((name for name in IMAGES if record.get(name)), None)
     listed = [] if column is None else record[column]
     listed = listed if isinstance(listed, list) else [listed]
     references: list[Any] = []  # None: the next of the column
@@ -58,33 +55,14 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
     places = references.count(None)
     if places != len(listed):
         raise ConfigError(
-            f"{where}: {len(listed)} image(s) in the column {column or COLUMNS[0]!r}, but "
+            f"{where}: {len(listed)} image(s) in the column {column or IMAGES[0]!r}, but "
             f"{places} place(s) for them: write {MARK} in the texts where each of them stands"
         )
     rest = iter(listed)
-    others = {name: value for name, value in record.items() if name not in COLUMNS}
+    others = {name: value for name, value in record.items() if name not in IMAGES}
     return others | texts, [
         next(rest) if reference is None else reference for reference in references
     ]
-
-
-def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, dict) and str(part.get("type", "")) in ("image", "image_url")
-
-
-def has_images(records: Iterable[tuple[str, dict[str, Any]]]) -> bool:
-    """Whether one of the first records has images."""
-
-    def search(value: Any) -> bool:
-        if isinstance(value, dict):
-            return is_image(value) or any(map(search, value.values()))
-        return isinstance(value, list) and any(map(search, value))
-
-    return any(
-        any(record.get(name) for name in COLUMNS) or search(record)
-        for _, record in islice(records, LOOK)
-    )
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

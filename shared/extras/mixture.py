@@ -5,34 +5,18 @@ is stored, and a run resumes at any step on any number of processes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset
 
 from shared.data.order import DRAWN_AT_ONCE, Order, permute
 
 # samples after which the sources repeat their turns, at most; finer shares are rounded to it
 PERIOD = 2**16
-
-
-class Mixed(ConcatDataset):
-    """Several sources as one data set, one after the other: `order.Samples`."""
-
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        super().__init__(parts.values())
-        self.sources = {name: len(part) for name, part in parts.items()}
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        stops = self.cumulative_sizes
-        bounds: Any = zip(self.datasets, [0, *stops], stops, strict=False)
-        return sum(
-            part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds
-        )
 
 
 @lru_cache(maxsize=1)
@@ -117,17 +101,10 @@ class Mixture(Order):
         )
 
 
-def training_order(
+def mixture_of(
     samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any
-) -> Order:
-    """The order of training: a `Mixture` of the sources of `samples` (see `Mixed`) if they have
-    weights.
-
-    Args:
-        options: of `Order`; `lengths` of a `Mixture`.
-    """
-    if not weights:
-        return Order(len(samples), global_batch_size, seed, **options)
+) -> Mixture:
+    """The order of the sources of `samples`, see `order.Mixed`, with these weights."""
     sources = tuple(samples.sources.items())
     return Mixture(
         len(samples), global_batch_size, seed, sources=sources, weights=tuple(weights), **options

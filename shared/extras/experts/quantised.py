@@ -11,7 +11,7 @@ from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-from shared.experts.products import compute_dtype, grouped_product, is_fused
+from shared.extras.experts.products import compute_dtype, grouped_product, is_fused
 
 METHOD = "bitsandbytes_4bit_with_experts"
 

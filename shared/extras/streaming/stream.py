@@ -17,8 +17,8 @@ from shared.config.options import BatchConfig
 from shared.data import prepared
 from shared.data.loader import Share, Window, parallel_map, to_device
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
-from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
+from shared.extras.streaming.sources import Cursor, StreamSource
 from shared.models.tokenizers import identity_of
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
@@ -52,7 +52,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         tokenizer: PreTrainedTokenizerBase,
         seq_length: int,
         options: CorpusConfig,

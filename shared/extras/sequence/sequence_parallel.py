@@ -10,23 +10,16 @@ from torch import nn
 from shared.config.options import OptimConfig
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import Batch
-from shared.data.stretches import cut, own_part
+from shared.extras.sequence import sequence
+from shared.extras.sequence.stretches import cut, own_part
 from shared.models import angles
 from shared.models.attention import forward_rows
 from shared.models.blocks import as_in_an_evaluation
 from shared.models.isolation import FP32_ERROR, MAX_ERROR, relative_error
 from shared.models.loading import parts_that_choose, without_adapters
-from shared.parallel import sequence, zero
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
 from shared.process.errors import ConfigError, reason_of
-
-
-def strategy_of(accelerator: Accelerator) -> Strategy:
-    """As `zero.strategy_of`, for a template whose ranks may share rows."""
-    if ranks.sequence_ranks() > 1:
-        return SequenceParallel(accelerator)
-    return zero.strategy_of(accelerator)
 
 
 class SequenceParallel(Strategy):

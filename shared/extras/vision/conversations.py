@@ -16,18 +16,18 @@ import torch
 
 from shared.data.order import IGNORED, Batch, Row
 from shared.data.store import Encoded, Notes
+from shared.extras.vision.forms import in_parts, take_images
+from shared.extras.vision.pictures import Picture, find, open_picture, shrunk
+from shared.extras.vision.processing import ImageProcessor
+from shared.extras.vision.prompts import PromptImages
 from shared.images.decoding import BadImage
+from shared.process import ranks
 from shared.process.errors import ConfigError
 from shared.text.chat import Conversations, ToSamples
 from shared.text.encoder import Encoder, Span
 from shared.text.forms import IMAGE, Example, Messages
-from shared.text.options import ChatConfig
+from shared.text.options import ChatConfig, VisionConfig
 from shared.text.packing import collate_padded
-from shared.vision.forms import in_parts, take_images
-from shared.vision.options import VisionConfig
-from shared.vision.pictures import Picture, find, open_picture, shrunk
-from shared.vision.processing import ImageProcessor
-from shared.vision.prompts import PromptImages
 
 
 class ImageEncoder(Encoder):
@@ -101,13 +101,28 @@ class ImageEncoder(Encoder):
         return ids, inside, np.searchsorted(new, places, side="right") - 1
 
 
+def image_samples(config: Any, tokenizer: Any) -> Any:
+    """What turns records into samples, with the model's own processor.
+
+    Args:
+        config: a template's, with `vision` and `model_name_or_path`.
+
+    Raises:
+        ConfigError: this launch or this model cannot train with images.
+    """
+    if ranks.sequence_ranks() > 1:
+        raise ConfigError("ranks cannot share rows with images: launch without sp_size")
+    processor = ImageProcessor(config.model_name_or_path, tokenizer)
+    return partial(ToImageSamples, processor=processor, vision=config.vision)
+
+
 class ToImageSamples(ToSamples):
     """Records with and without images to samples, see `store.Encode`. A sample with images that is
     too long is left out: an image cannot be cut.
     """
 
     kind = "image-chat"
-    code = (*ToSamples.code, "vision", "images/decoding.py")
+    code = (*ToSamples.code, "extras/vision", "images/decoding.py")
 
     def __init__(
         self, tokenizer: Any, config: ChatConfig, processor: ImageProcessor, vision: VisionConfig

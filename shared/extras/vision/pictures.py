@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from shared.data.files import is_url
-from shared.data.remote import read_once
+from shared.extras.remote import read_once
 from shared.images.decoding import BadImage, check, decode, read
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import cache_dir
 from shared.process.printing import label
-from shared.vision.options import VisionConfig
+from shared.text.options import VisionConfig
 
 DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 MOST = 2**26  # bytes of an image that is downloaded

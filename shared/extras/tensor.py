@@ -1,7 +1,6 @@
 """Tensor parallelism."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,10 +14,18 @@ from shared.process.errors import ConfigError
 KINDS = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
-def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks over which each matrix is cut, or None."""
-    mesh = getattr(accelerator, "torch_device_mesh", None)
-    return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+def cut(accelerator: Accelerator, model: nn.Module, optimizers: list[Any], mesh: Any) -> None:
+    """Cut a model over the ranks of `mesh`, in place, before it is on the device.
+
+    Raises:
+        ConfigError: the precision or the optimizer does not allow it; see `tensor_parallel`.
+    """
+    if (precision := accelerator.mixed_precision) in ("fp16", "fp8"):
+        raise ConfigError(f"tensor parallelism does not work with {precision}: use bf16")
+    if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
+        raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
+    tensor_parallel(model, mesh)
+    make_whole(model)  # what is not cut: embeddings, norms
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -76,14 +83,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                 for matrix in (getattr(module, "base_layer", module), *adapters.values()):
                     make_whole(matrix)  # one by one: together, they may not fit
                     parallelize_module(matrix.to(mesh.device_type), mesh, KINDS[kind]())
-
-
-def give_parameters(optimizers: Iterable[Any], model: nn.Module) -> None:
-    """Let optimizers have a model's present parameters, by the names in their groups."""
-    present = dict(model.named_parameters())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [present[name] for name in group["param_names"]]
 
 
 def split_by_mesh(optimizer: Any) -> None:

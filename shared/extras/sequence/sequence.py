@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shared.data.order import Batch
-from shared.data.stretches import own_part
+from shared.extras.sequence.stretches import own_part
 from shared.process import ranks
 
 
@@ -47,12 +47,12 @@ class _Sum(torch.autograd.Function):
         return gradient
 
 
-def over_ranks(batch: Batch, value: torch.Tensor) -> torch.Tensor:
-    """The sum over whole rows of what `value` sums over the batch's tokens. Every rank calls this.
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks that share rows. Every rank calls this.
 
     Its gradient is that of this rank's tokens: the reduction of gradients adds the others'.
     """
-    return _Sum.apply(value) if "row_labels" in batch else value
+    return _Sum.apply(value)
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,0 +1,117 @@
+"""What few runs need: imported by the function that asks, and nowhere else; a project may lack it."""
+
+import json
+import re
+import sys
+import tarfile
+from types import SimpleNamespace
+
+import pytest
+
+from shared import extras
+from shared.run import exits
+from tests.conftest import ROOT, load_template, run_here, write_lines
+from tools import new
+
+# Who asks for which extra. A new line is a new place at which the core knows of a rare capability.
+ASKED = {
+    ("data/order.py", "mixture"),
+    ("data/records.py", "remote"),
+    ("images/files.py", "tars"),
+    ("models/adapters.py", "experts"),
+    ("models/attention.py", "sequence"),
+    ("models/loading.py", "experts"),
+    ("models/loss.py", "experts"),
+    ("models/loss.py", "sequence"),
+    ("models/weights.py", "deepspeed"),
+    ("parallel/sharding.py", "sequence"),
+    ("parallel/sharding.py", "tensor"),
+    ("parallel/strategy.py", "deepspeed"),
+    ("parallel/strategy.py", "sequence"),
+    ("run/setup.py", "averages"),
+    ("run/setup.py", "rehearsal"),
+    ("text/loaders.py", "vision"),
+    ("text/pretraining.py", "streaming"),
+    ("training/optim.py", "optimizers"),
+}
+
+
+def test_the_core_imports_an_extra_in_the_function_that_asks_alone():
+    found = set()
+    for path in (ROOT / "shared").rglob("*.py"):
+        place = path.relative_to(ROOT / "shared")
+        if place.parts[0] == "extras":
+            continue
+        for name, in_function in new.imports(path):
+            match = re.match(r"shared\.extras\.(\w+)", name)
+            assert in_function or not name.startswith("shared.extras"), (place, name)
+            if match:
+                found.add((str(place), match[1]))
+    assert found == ASKED
+
+
+def test_each_extra_is_listed_and_the_templates_import_only_what_they_cannot_do_without():
+    names = {path.stem for path in (ROOT / "shared/extras").iterdir() if path.stem not in ("__init__", "__pycache__")}
+    assert names == new.EXTRAS.keys()
+    for template in (ROOT / "templates").glob("*.py"):
+        needed = {
+            name.split(".")[2]
+            for name, inside in new.imports(template)
+            if name.count(".") > 1 and "extras" in name and not inside
+        }
+        assert needed <= new.CANNOT_DO_WITHOUT.get(template.stem, set())
+
+
+@pytest.fixture
+def inputs(tmp_path, image_folder):
+    rows = [{"text": f"{n} and so on"} for n in range(60)]
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(image_folder / "train", "photos")
+    other = write_lines(tmp_path / "b.jsonl", rows)
+    picture = {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}
+    return SimpleNamespace(
+        one=write_lines(tmp_path / "a.jsonl", rows), other=other, tar=tmp_path / "photos.tar",
+        pictures=write_lines(tmp_path / "c.jsonl", [picture]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "template", "flags"),
+    [
+        ("averages", "full_finetune", ["--ema_decay", "0.9"]),
+        ("mixture", "lora_finetune", ["--train_file", "{one}", "{other}", "--mix_weights", "1", "2"]),
+        ("optimizers", "image_classification", ["--layer_decay", "0.9", "--max_steps", "1"]),
+        ("rehearsal", "lora_finetune", ["--find_batch_size"]),
+        ("remote", "lora_finetune", ["--train_file", "https://localhost:1/a.jsonl"]),
+        ("replicas", "pretrain", ["--sync_every", "2"]),
+        ("streaming", "pretrain", ["--streaming", "--tokenizer_name", "{tiny}", "--train_file", "{one}"]),
+        ("tars", "image_classification", ["--train_file", "{tar}"]),
+        ("vision", "full_finetune", ["--demo_images"]),
+        ("vision", "lora_finetune", ["--train_file", "{pictures}"]),
+    ],
+)
+def test_a_run_that_asks_for_an_extra_that_is_not_there_ends_with_one_line(
+    monkeypatch, tmp_path, inputs, tiny_model, extra, template, flags
+):
+    for name in [name for name in sys.modules if name.startswith(f"shared.extras.{extra}")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, f"shared.extras.{extra}", None)
+    monkeypatch.delattr(extras, extra, raising=False)
+    values = {name: str(value) for name, value in vars(inputs).items()} | {"tiny": str(tiny_model)}
+    flags = [flag.format(**values) for flag in flags]
+    with pytest.raises(ImportError) as caught:
+        run_here(template, *flags, "--output_dir", tmp_path / "run")
+    end = exits._as_clean_exit(caught.value, load_template(template).Config())
+    assert end is not None and end.exit_code == 2
+    assert str(end).startswith(
+        f"shared/extras/{extra} is not in this project: add it with the line that its README.md gives"
+    )
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_the_summary_names_the_extras_of_a_run(tmp_path, inputs):
+    flags = ("--train_file", inputs.one, inputs.other, "--mix_weights", 1, 2, "--max_steps", 0, "--seq_length", 32)
+    flags = (*flags, "--show_answers", 0, "--global_batch_size", 2, "--output_dir", tmp_path / "run")
+    run_here("lora_finetune", *flags)
+    assert re.search(r"^  extras +.*\bmixture\b", (tmp_path / "run/summary.txt").read_text(), re.M)
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 0
