@@ -279,7 +279,7 @@ def test_an_edit_of_the_step_applies(edit, tmp_path):
 
 
 # What stands for a user's models and data, and the words for it on the pages. There is no network here:
-# tests/data/test_remote.py reads such files from servers of its own.
+# tests/extras/test_remote.py reads such files from servers of its own.
 STANDS_FOR = {
     "tiny_model": "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct Qwen/Qwen3-VL-8B-Instruct runs/sft/final "
     "answerdotai/ModernBERT-base google-bert/bert-base-uncased news/smollm2 headlines/minilm",
