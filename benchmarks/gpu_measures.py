@@ -222,8 +222,9 @@ def language_loop(
 ) -> tuple[Loop, dict[str, Any]]:
     """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
     one, and packed documents kept apart without a mask; `compiled` as the model's blocks are."""
+    from shared.models.fused_head import fuse_head
     from shared.models.isolation import isolate_documents
-    from shared.models.loss import causal_lm_loss, fuse_head
+    from shared.models.loss import causal_lm_loss
 
     assert compiled == any(module._compiled_call_impl for module in model.modules())
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)

@@ -36,7 +36,8 @@ def head(options: argparse.Namespace) -> Row:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, PhiConfig
 
-    from shared.models.loss import causal_lm_loss, fuse_head
+    from shared.models.fused_head import fuse_head
+    from shared.models.loss import causal_lm_loss
 
     kind, _, how = options.kind.partition(", ")
     classes = {"bias": PhiConfig, "cap": Gemma2Config, "scale": CohereConfig}

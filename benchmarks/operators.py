@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from shared.models import loss as lm_loss  # noqa: E402
+from shared.models import fused_head  # noqa: E402
 from shared.models.counts import flops_per_token  # noqa: E402
 from shared.models.options import PRESETS  # noqa: E402
 from tools import memory, throughput  # noqa: E402
@@ -111,7 +111,7 @@ def levers(job: memory.Job) -> str:
     }
     after = {name: {n: before[n] - gain(n) / bytes_a_second for n in before} for name, gain in gains.items()}
 
-    build, limit, shares = memory._build, lm_loss.MAX_LOGITS, dict(throughput.SHARES)
+    build, limit, shares = memory._build, fused_head.MAX_LOGITS, dict(throughput.SHARES)
 
     def in_16_bits(job: memory.Job, chosen: tuple[int, ...], gathered: bool) -> torch.nn.Module:
         model = build(job, chosen, gathered)
@@ -122,12 +122,12 @@ def levers(job: memory.Job) -> str:
     def patched(name: str) -> None:
         throughput.record.cache_clear()
         after[name] = {n: seconds(n) for n in before}
-        memory._build, lm_loss.MAX_LOGITS = build, limit
+        memory._build, fused_head.MAX_LOGITS = build, limit
         throughput.SHARES.update(shares)
 
     memory._build = in_16_bits
     patched("residual stream in bf16 (other numerics)")
-    lm_loss.MAX_LOGITS = 2**31
+    fused_head.MAX_LOGITS = 2**31
     patched("head and loss in one chunk of tokens (2 GB more memory)")
     throughput.SHARES["attention"] = 0.6
     patched("an attention kernel with 60 % of the peak, as FlashAttention-3 is said to have up to 75 %")

@@ -84,6 +84,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig
 
     from shared.config.options import OptimConfig
+    from shared.models import fused_head
     from shared.models import loss as lm_loss
     from shared.models.blocks import set_gradient_checkpointing
     from shared.parallel.strategy import Strategy
@@ -120,7 +121,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     prepared, optimizers = strategy.prepare(whole.train(), optim.build(whole, options), options)
     rows = args.rows // accumulation
     if args.model == "llama":
-        lm_loss.fuse_head(accelerator, prepared)
+        fused_head.fuse_head(accelerator, prepared)
         tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
         batch = {"input_ids": tokens, "labels": tokens}
     else:

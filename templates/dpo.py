@@ -99,7 +99,8 @@ from shared.answers.answers import log_answers
 from shared.answers.scores import like_reference
 from shared.data.order import Batch
 from shared.models.counts import flops_per_token
-from shared.models.loss import TokenLoss, log_probabilities
+from shared.models.fused_head import TokenLoss
+from shared.models.loss import log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel.strategy import strategy_of_rows
 from shared.run import exits

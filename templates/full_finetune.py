@@ -90,8 +90,8 @@ from shared.answers.scores import like_reference
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import flops_per_token
+from shared.models.fused_head import TokenLoss
 from shared.models.loading import dtype_of, freeze, load_causal_lm, use_launch_precision
-from shared.models.loss import TokenLoss
 from shared.models.tokenizers import load_tokenizer
 from shared.models.weights import DTYPES
 from shared.parallel.strategy import strategy_of_rows

@@ -92,7 +92,8 @@ from shared.answers.answers import log_answers
 from shared.answers.numbers import with_total
 from shared.answers.scores import numbers_in, solves
 from shared.data.order import Batch
-from shared.models.loss import TokenLoss, target_log_probabilities
+from shared.models.fused_head import TokenLoss
+from shared.models.loss import target_log_probabilities
 from shared.models.tokenizers import load_tokenizer
 from shared.rollouts.prompts import describe, fingerprint, read_prompts
 from shared.rollouts.rollouts import Rollouts, prepare_rollouts

@@ -77,7 +77,7 @@ from shared.models import adapters, targets
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import flops_per_token
-from shared.models.loss import TokenLoss
+from shared.models.fused_head import TokenLoss
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel.strategy import strategy_of_rows
 from shared.run import exits

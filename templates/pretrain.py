@@ -78,10 +78,10 @@ from torch import nn
 
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import flops_per_token
+from shared.models.fused_head import TokenLoss
 from shared.models.generation import continuations
 from shared.models.isolation import isolate_documents
 from shared.models.loading import save_causal_lm
-from shared.models.loss import TokenLoss
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES, gather_weights
 from shared.parallel.strategy import strategy_of_rows

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from shared.config.options import OptimConfig
+from shared.models import fused_head
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.blocks import set_gradient_checkpointing
@@ -61,7 +62,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
     config = OptimConfig(learning_rate=3e-4)
     strategy = strategy_of(accelerator)
     prepared, optimizers = strategy.prepare(whole, optim.build(whole, config), config)
-    lm_loss.fuse_head(accelerator, prepared)
+    fused_head.fuse_head(accelerator, prepared)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
     if length > LENGTH:

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from shared.answers.answers import answer, batches_to_answer
 from shared.config.options import SpeedConfig
 from shared.data.loader import Share
+from shared.models import fused_head
 from shared.models import loss as lm_loss
 from shared.models.adapters import load_base
 from shared.models.generation import generate, sees_padding
@@ -242,7 +243,7 @@ def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch
 
     tolerance = 5e-5 if family == "qwen3_next" else 1e-5  # its recurrence magnifies rounding: 2.7e-5 in a vector of four
     expected, wanted = gradients()
-    assert lm_loss.fuse_head(Accelerator(cpu=True), model) == "fused with the head, in chunks of tokens"
+    assert fused_head.fuse_head(Accelerator(cpu=True), model) == "fused with the head, in chunks of tokens"
     loss, found = gradients()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for name, gradient in wanted.items():

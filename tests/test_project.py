@@ -17,6 +17,7 @@ import yaml
 
 import shared as shared_package
 from tests.conftest import LAUNCHER, ROOT, free_port, imports_of, python, slow
+from tools import extras as extras_of
 from tools import new
 
 NAMES = (
@@ -82,7 +83,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     }
     assert not of_extras
     left_out = re.findall(r"--with (\w+)` \|", (folder / "README.md").read_text())
-    assert sorted(left_out) == sorted(new.useful([name]) - new.CANNOT_DO_WITHOUT.get(name, set()))
+    assert sorted(left_out) == sorted(extras_of.useful([name]) - extras_of.CANNOT_DO_WITHOUT.get(name, set()))
 
     told = (folder / "AGENTS.md").read_text()
     assert [path for path in re.findall(r"`([\w./]+/[\w.*]*|\w+\.py)`", told) if not list(folder.glob(path))] == []

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.extras.experts.products import is_fused
+from shared.models import fused_head
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
 from shared.models.attention import forward_rows
@@ -141,7 +142,7 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
 
 
 def fuse_head(model: Any, *, compiled: bool = False) -> None:
-    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`. What a model
+    """Let the head of a model of fake tensors compute the loss: see `fused_head.fuse_head`. What a model
     does to its logits counts as a cap: fake tensors have no values to measure."""
     plain: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(
@@ -149,7 +150,7 @@ def fuse_head(model: Any, *, compiled: bool = False) -> None:
     )
     with torch.no_grad(), hook:
         logits = forward_rows(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}).logits
-    model.fused_head = lm_loss.FusedHead(
+    model.fused_head = fused_head.FusedHead(
         model, None if logits is plain[0] else torch.tanh, compiled
     )
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from shared.process.errors import ConfigError
+from tools.extras import CONFIGS, EXTRAS, chosen, extra_files, useful
 
 SOURCE = Path(__file__).resolve().parents[1]
 COMMANDS = ("run", "verify_resume")  # of `python -m shared` in a project
@@ -25,42 +26,6 @@ UNFIT = {
     "image_classification": "deepspeed|tensor_parallel|sequence_parallel|offload",
     "pretrain_pipeline": "deepspeed|_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
     "text_classification": "sequence_parallel",
-}
-# What few runs need, and what asks for it. A project without one ends such a run with one line.
-EXTRAS = {
-    "averages": "--ema_decay",
-    "deepspeed": "accelerate_configs/deepspeed_*.yaml",
-    "experts": "a model of experts",
-    "mixture": "--mix_weights",
-    "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
-    "--layer_decay, --weights_dtype bf16",
-    "pipeline": "pretrain_pipeline.py",
-    "rehearsal": "--find_batch_size, --dress_rehearsal",
-    "remote": "URLs of files",
-    "replicas": "--sync_every",
-    "sequence": "accelerate_configs/sequence_parallel.yaml",
-    "streaming": "--streaming",
-    "tars": "tar files of images",
-    "tensor": "accelerate_configs/tensor_parallel.yaml",
-    "vision": "conversations with images",
-}
-CANNOT_DO_WITHOUT = {"pretrain": {"optimizers"}, "pretrain_pipeline": {"optimizers", "pipeline"}}
-# What a template can have use of; others: everything but these.
-WITHOUT_USE = {
-    "image_classification": {"experts", "replicas", "sequence", "streaming", "tensor", "vision"},
-    "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
-    "pretrain": {"tars", "vision"},
-    "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
-    "dpo": {"replicas", "streaming", "tars", "vision", "mixture"},
-    "grpo": {"replicas", "sequence", "streaming", "tars", "vision"},
-    "lora_finetune": {"replicas", "streaming", "tars"},
-    "full_finetune": {"replicas", "streaming", "tars"},
-}
-# Launch configs that come with an extra.
-CONFIGS = {
-    "deepspeed": "deepspeed",
-    "sequence": "sequence_parallel",
-    "tensor": "tensor_parallel",
 }
 GITIGNORE = "__pycache__/\n*.pyc\n*.log\ncache/\noutputs/\nruns/\nwandb/\n.venv/\n"
 
@@ -164,24 +129,6 @@ def script(name: str, names: tuple[str, ...]) -> str:
     return "train.py" if len(names) == 1 else f"{name}.py"
 
 
-def useful(names: Iterable[str]) -> set[str]:
-    """The extras that these templates can have use of."""
-    return {extra for name in names for extra in EXTRAS.keys() - WITHOUT_USE[name]}
-
-
-def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
-    """The extras of a project: those asked for, or all, and what its templates cannot do without.
-
-    Raises:
-        ConfigError: there is no such extra.
-    """
-    for extra in asked:
-        if extra not in EXTRAS and extra != "all":
-            raise ConfigError(f"no extra {extra!r}: there is {', '.join(EXTRAS)}, or all")
-    extras = useful(names) if "all" in asked else {*asked}
-    return extras.union(*(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
-
-
 def build(names: tuple[str, ...], called: str, extras: Collection[str] = ()) -> dict[str, bytes]:
     """All files of a project by path; `called` names the project and its container.
 
@@ -239,12 +186,6 @@ def build(names: tuple[str, ...], called: str, extras: Collection[str] = ()) -> 
         "AGENTS.md": _agents(names),
     }
     return files | {name: text.encode() for name, text in made.items()}
-
-
-def extra_files(extra: str) -> list[Path]:
-    """The files of an extra: a module, or a folder of them."""
-    folder = SOURCE / "shared/extras" / extra
-    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
 def first_run(names: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from shared.answers.answers import Score, log_answers
-from shared.models.loss import TokenLoss
+from shared.models.fused_head import TokenLoss
 from shared.run.run import Run
 from shared.text.loaders import ChatData
 

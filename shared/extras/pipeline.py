@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import Rows, row_mask
 from shared.models.blocks import as_in_an_evaluation
-from shared.models.loss import can_balance, measure_head
+from shared.models.fused_head import measure_head
+from shared.models.loss import can_balance
 from shared.process.errors import ConfigError, reason_of
 
 

@@ -185,7 +185,9 @@ class ToSamples:
     demo = DEMO  # what is read if no data is named
     kind = "chat"  # the name in the cache
     # What samples depend on.
-    code: tuple[str, ...] = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")
+    code: tuple[str, ...] = tuple(
+        f"text/{name}.py" for name in ("chat", "encoder", "forms", "outline", "special")
+    )
     recognise = staticmethod(recognise)  # (record, place) -> form
     opened: Callable[..., Conversations] = Conversations  # what opens the stores
 

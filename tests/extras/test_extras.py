@@ -11,6 +11,7 @@ import pytest
 from shared import extras
 from shared.run import exits
 from tests.conftest import ROOT, load_template, run_here, write_lines
+from tools import extras as extras_of
 from tools import new
 
 # Who asks for which extra. A new line is a new place at which the core knows of a rare capability.
@@ -52,14 +53,14 @@ def test_the_core_imports_an_extra_in_the_function_that_asks_alone():
 
 def test_each_extra_is_listed_and_the_templates_import_only_what_they_cannot_do_without():
     names = {path.stem for path in (ROOT / "shared/extras").iterdir() if path.stem not in ("__init__", "__pycache__")}
-    assert names == new.EXTRAS.keys()
+    assert names == extras_of.EXTRAS.keys()
     for template in (ROOT / "templates").glob("*.py"):
         needed = {
             name.split(".")[2]
             for name, inside in new.imports(template)
             if name.count(".") > 1 and "extras" in name and not inside
         }
-        assert needed <= new.CANNOT_DO_WITHOUT.get(template.stem, set())
+        assert needed <= extras_of.CANNOT_DO_WITHOUT.get(template.stem, set())
 
 
 @pytest.fixture

@@ -26,8 +26,9 @@ from shared.images.augment import eval_row
 from shared.images.processor import ToModel, image_processor
 from shared.models.checks import require_fit
 from shared.models.classifier import make_shardable
+from shared.models.fused_head import fuse_head
 from shared.models.isolation import isolate_documents
-from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.loss import causal_lm_loss
 from shared.models.weights import gather_weights
 from shared.process.errors import ConfigError
 from shared.text.encoder import Encoder

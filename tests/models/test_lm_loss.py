@@ -23,8 +23,9 @@ from transformers import (
 )
 
 from shared.data.order import IGNORED
-from shared.models import loss as lm_loss
-from shared.models.loss import FusedHead, causal_lm_loss, fuse_head, log_probabilities
+from shared.models import fused_head
+from shared.models.fused_head import FusedHead, fuse_head
+from shared.models.loss import causal_lm_loss, log_probabilities
 from tests.conftest import slow
 
 VOCAB = 96
@@ -62,8 +63,8 @@ class OnlyHead(nn.Module):
 
 def in_chunks(hidden, weight, labels, size=1024, ask=causal_lm_loss):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_loss, "MAX_LOGITS", size * len(weight))
-        patch.setattr(lm_loss, "MIN_TOKENS", 1)
+        patch.setattr(fused_head, "MAX_LOGITS", size * len(weight))
+        patch.setattr(fused_head, "MIN_TOKENS", 1)
         return ask(OnlyHead(hidden, weight), {"input_ids": labels[None], "labels": labels[None]})
 
 
@@ -88,8 +89,8 @@ def gradients(model, mixed=False, loss_of=lambda model: causal_lm_loss(model, ba
 @pytest.mark.parametrize("at_once", [5 * VOCAB, 2**26])
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once, compiled):
     """In fp32 to rounding, with chunks of five tokens (ten), of all; with a head that is trained or not."""
-    monkeypatch.setattr(lm_loss, "MAX_LOGITS", at_once)
-    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
+    monkeypatch.setattr(fused_head, "MAX_LOGITS", at_once)
+    monkeypatch.setattr(fused_head, "MIN_TOKENS", 1)
     model = llama(tied)
     if frozen:
         model.get_output_embeddings().weight.requires_grad_(False)
@@ -150,10 +151,10 @@ def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are(compiled):
 
 def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave_it_alone(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")  # inductor: where `compiled` is slow
-    compiled = torch.compile(lm_loss._loss_and_gradient, backend=counter)
-    monkeypatch.setattr(lm_loss, "_compiled", lambda: compiled)
-    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 7 * VOCAB)
-    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
+    compiled = torch.compile(fused_head._loss_and_gradient, backend=counter)
+    monkeypatch.setattr(fused_head, "_compiled", lambda: compiled)
+    monkeypatch.setattr(fused_head, "MAX_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(fused_head, "MIN_TOKENS", 1)
     model = llama()
     expected = [causal_lm_loss(model, batch(*shape)) for shape in ((3, 17), (2, 9), (1, 1))]
     fuse_head(Accelerator(cpu=True), model)
@@ -268,9 +269,9 @@ def test_chunks_have_the_tokens_that_memory_allows(monkeypatch, vocab, trained, 
     """2**26 logits in all copies, at least 1024 tokens with a trained head, in multiples of a tile's."""
     sizes = []
     monkeypatch.setattr(
-        lm_loss, "_InOnePass", SimpleNamespace(apply=lambda *given: sizes.append(given[4]) or given[1] * 0.0)
+        fused_head, "_InOnePass", SimpleNamespace(apply=lambda *given: sizes.append(given[4]) or given[1] * 0.0)
     )
-    monkeypatch.setattr(lm_loss, "_log_probabilities", lambda *given: sizes.append(given[3]) or given[1] * 0.0)
+    monkeypatch.setattr(fused_head, "log_probabilities_in_chunks", lambda *given: sizes.append(given[3]) or given[1] * 0.0)
     dtype = options.get("dtype", torch.float32)
     hidden = torch.ones(1, 1, dtype=dtype, requires_grad=True)
     model = OnlyHead(hidden, nn.Parameter(torch.ones(1, 1, dtype=dtype).expand(vocab, 1), requires_grad=trained))
@@ -297,8 +298,8 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_all_kinds_compute_the_loss_of_whole_logits(monkeypatch, name, ask):
     """With the model's own caps and scales, in chunks of at most five tokens; the loss and all gradients."""
-    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 5 * VOCAB)
-    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 5)
+    monkeypatch.setattr(fused_head, "MAX_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(fused_head, "MIN_TOKENS", 5)
     config, adapter = HEADS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -1,0 +1,68 @@
+"""What few runs need: shared/extras/. A project gets it on request."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from shared.process.errors import ConfigError
+
+SOURCE = Path(__file__).resolve().parents[1]
+# What few runs need, and what asks for it. A project without one ends such a run with one line.
+EXTRAS = {
+    "averages": "--ema_decay",
+    "deepspeed": "accelerate_configs/deepspeed_*.yaml",
+    "experts": "a model of experts",
+    "mixture": "--mix_weights",
+    "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
+    "--layer_decay, --weights_dtype bf16",
+    "pipeline": "pretrain_pipeline.py",
+    "rehearsal": "--find_batch_size, --dress_rehearsal",
+    "remote": "URLs of files",
+    "replicas": "--sync_every",
+    "sequence": "accelerate_configs/sequence_parallel.yaml",
+    "streaming": "--streaming",
+    "tars": "tar files of images",
+    "tensor": "accelerate_configs/tensor_parallel.yaml",
+    "vision": "conversations with images",
+}
+CANNOT_DO_WITHOUT = {"pretrain": {"optimizers"}, "pretrain_pipeline": {"optimizers", "pipeline"}}
+# What a template can have use of; others: everything but these.
+WITHOUT_USE = {
+    "image_classification": {"experts", "replicas", "sequence", "streaming", "tensor", "vision"},
+    "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "pretrain": {"tars", "vision"},
+    "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
+    "dpo": {"replicas", "streaming", "tars", "vision", "mixture"},
+    "grpo": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "lora_finetune": {"replicas", "streaming", "tars"},
+    "full_finetune": {"replicas", "streaming", "tars"},
+}
+# Launch configs that come with an extra.
+CONFIGS = {
+    "deepspeed": "deepspeed",
+    "sequence": "sequence_parallel",
+    "tensor": "tensor_parallel",
+}
+
+
+def useful(names: Iterable[str]) -> set[str]:
+    """The extras that these templates can have use of."""
+    return {extra for name in names for extra in EXTRAS.keys() - WITHOUT_USE[name]}
+
+
+def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
+    """The extras of a project: those asked for, or all, and what its templates cannot do without.
+
+    Raises:
+        ConfigError: there is no such extra.
+    """
+    for extra in asked:
+        if extra not in EXTRAS and extra != "all":
+            raise ConfigError(f"no extra {extra!r}: there is {', '.join(EXTRAS)}, or all")
+    extras = useful(names) if "all" in asked else {*asked}
+    return extras.union(*(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
+
+
+def extra_files(extra: str) -> list[Path]:
+    """The files of an extra: a module, or a folder of them."""
+    folder = SOURCE / "shared/extras" / extra
+    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
