@@ -93,6 +93,7 @@ def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tm
     _, _, saver = make(tmp_path / "run")
     first = saver.run_dir / "checkpoint-000001"
     saver.save(TrainState())  # nothing is learned yet
+    assert checkpoints(tmp_path / "run") == []
     saver.save(TrainState(step=1, targets=1))
     saver.save(TrainState(step=1, targets=2))
     assert saver.resume().targets == 1 and not [name for name in saved_tensors(first) if name.startswith("rank")]
