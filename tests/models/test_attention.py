@@ -268,6 +268,41 @@ def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(
     assert subject.training
 
 
+class LooksAtTheFirst(SumsAll):
+    """The trial's own first document changes nothing, any other does: only the second trial shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.usual = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))[0, 0]
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        logits = self.embedding(input_ids)
+        if position_ids is not None and input_ids[0, 0] != self.usual:
+            logits[:, 8:] += 1
+        return SimpleNamespace(logits=logits)
+
+
+class SumsAllRecurrently(SumsAll):
+    def __init__(self):
+        super().__init__()
+        self.mixer = nn.Conv1d(1, 1, 1)
+
+
+def test_each_document_is_tried_behind_two_others_and_a_reason_is_given_where_it_is_known(monkeypatch):
+    apart, why = isolation.isolate_documents(LooksAtTheFirst(), CPU)
+    assert not apart and why == "off: LooksAtTheFirst lets documents of one row see each other"
+    apart, why = isolation.isolate_documents(SumsAllRecurrently(), CPU)
+    assert not apart and why.endswith(": its recurrent layers carry a state from one to the next")
+    scaled = CountsOn()
+    scaled.scale = lambda place: 1.0  # apart; scaled from token 100 on, which the trial need not see
+    scaled.config.log_scaling_n_floor = 100
+    assert isolation.isolate_documents(scaled, CPU, length=99)[0]
+    assert isolation.isolate_documents(scaled, CPU, length=100)[1].endswith(
+        ": from token 100 of a row on, its attention is scaled by the place there"
+    )
+    assert isolation.relative_error(torch.zeros(3), torch.zeros(3)) == 0
+
+
 class RoundsOtherwise(SumsAll):
     """As 32 blocks in 16 bits do, whose kernel for a mask is another one: measured up to 0.021 from fp32, on either side."""
 
