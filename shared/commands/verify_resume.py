@@ -11,6 +11,7 @@ does.
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -28,7 +29,7 @@ from shared.commands.run import kill
 from shared.data import audit
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
-from shared.run.checkpoint_files import checkpoints
+from shared.run.checkpoint_files import MANIFEST, checkpoints
 from shared.run.tensors import read_tensors
 
 # begin names of what is no learning
@@ -158,7 +159,10 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     }
     for part, of_it in wanted.items():
         found[part] = _first(_rows(one, of_it), _rows(other, of_it))
-    mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
+    last = [checkpoints(run)[-1] for run in (one, other)]
+    states = [json.loads((folder / MANIFEST).read_text("utf-8"))["state"] for folder in last]
+    found["notes"] = _first({0: states[0]["notes"]}, {0: states[1]["notes"]})
+    mine, theirs = map(read_tensors, last)
     parts = {
         "weights": ("model.",),
         "optimizer's state": ("optimizer.", "replica", "outer.", "flight."),

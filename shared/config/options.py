@@ -237,10 +237,11 @@ class EvaluationConfig:
     # evaluates every 20 steps, or 20 times in a run of more than 400 steps, and at least twice. One
     # more comes before training and one at its end.
     eval_steps: Free[Steps[int | float | None]] = 0.02
-    # final/ holds the weights with the best value of this metric: any eval_* value of the log,
-    # without eval_; none: the last weights. Lower is better if a word of its name is loss,
-    # perplexity, error, errors, distance, bits, nll, mae, mse, rmse, wer or cer; else higher. If
-    # not given, images take accuracy, or map (mean average precision) with several labels
+    # final/ holds the weights with the best value of this metric: any eval_* value of the log;
+    # none: the last weights. Lower is better if a word of its name is loss, perplexity, ppl,
+    # entropy, error, errors, distance, bits, nll, mae, mse, rmse, wer, cer, brier or ece; else
+    # higher. If not given, images take accuracy, or map (mean average precision) with several
+    # labels
     metric_for_best_model: str | None = "loss"
     # Stop after so many evaluations without improvement; 0: never
     early_stopping_patience: CountOrZero = 0
@@ -248,6 +249,9 @@ class EvaluationConfig:
     ema_decay: BelowOne = 0.0
 
     def __post_init__(self) -> None:
+        if (self.metric_for_best_model or "").startswith("eval_"):  # as the Trainer has it
+            name = str(self.metric_for_best_model).removeprefix("eval_")
+            object.__setattr__(self, "metric_for_best_model", name)
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model, not none")
 

@@ -120,7 +120,7 @@ class Order:
 
     def indices(self, step: int) -> np.ndarray:
         """The samples of optimizer step `step`, counted from 0 over all epochs: [<=
-        global_batch_size] int64.
+        global_batch_size] int64. A function of the step alone, which each rank asks more than once.
         """
         epoch, first = self.position(step)
         last = min(first + self.global_batch_size, self.num_samples)

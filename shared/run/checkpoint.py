@@ -1,8 +1,8 @@
 """Checkpoints that are whole or do not exist, and that any strategy and world size can resume.
 
-One format for all strategies: the trainable parameters, the buffers and the optimizer's state as
-safetensors (see `tensors`). Everything else is JSON. Learning rate, order of samples and random
-numbers are not saved, because they depend on the step alone.
+One format for all strategies: trained weights, buffers, optimizer state and what else is kept as
+safetensors (see `trained` and `tensors`); counts, scores and notes as JSON. The order of samples
+and random numbers are not saved, because they depend on the step alone.
 """
 
 import contextlib
@@ -300,7 +300,8 @@ class Checkpointer:
                 problem = first_line(error)
             if problems := [problem for problem in self._gather(problem) if problem]:
                 raise CheckpointError(
-                    f"{folder}: does not fit this model and optimizer ({problems[0]})"
+                    f"{folder}: does not fit this model, its optimizers and setup.keep "
+                    f"({problems[0]})"
                 )
 
         for prefix, kept in self.kept.items():

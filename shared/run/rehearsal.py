@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,7 @@ class Rehearsal:
         models, optimizers: as `Setup.prepare` returned them.
         loader: of the training data: has `per_device`, `multiple` and `longest(rows)`.
         loss: batch -> scalar, through all models.
+        kept: tensors that the loss may change.
     """
 
     strategy: Strategy
@@ -30,6 +32,7 @@ class Rehearsal:
     optimizers: Sequence[Any]
     loader: Any
     loss: Any
+    kept: Sequence[torch.Tensor] = ()
 
     def settle_ddp(self) -> None:
         """Let DDP lay out its buckets before the first step, once in each start.
@@ -54,11 +57,12 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def taken_back(self, optimizers: Sequence[Any] = ()) -> Iterator[None]:
-        """Fill empty optimizer states meanwhile. Take back these and BatchNorm's statistics at the
-        end.
+        """Fill empty optimizer states meanwhile. Take back these, BatchNorm's statistics and kept
+        tensors at the end.
         """
         models = [self.strategy.accelerator.unwrap_model(model) for model in self.models]
-        buffers = {b: b.clone() for model in models for b in persistent_buffers(model).values()}
+        buffers = [b for model in models for b in persistent_buffers(model).values()]
+        before = [(tensor, tensor.clone()) for tensor in (*buffers, *self.kept)]
         fresh = [optimizer for optimizer in optimizers if not optimizer.state]
         for optimizer in fresh:
             fill_state(optimizer)
@@ -67,5 +71,5 @@ class Rehearsal:
         finally:
             for optimizer in fresh:
                 optimizer.state.clear()
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
+            for tensor, value in before:
+                tensor.copy_(value)

@@ -176,6 +176,7 @@ class Run:
         if due:
             self.guard.count_skipped()
         self.logger.step(step, due=due)
+        step.is_logged = True
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:
@@ -203,10 +204,11 @@ class Run:
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """A context for an evaluation: it ends the present step; eval mode, averaged weights, no
-        gradients. Its time is not training time.
+        """A context for an evaluation: eval mode, averaged weights, no gradients. Its time is not
+        training time.
 
-        Afterwards all is as before. A signal in `read` or `watch` ends the run, with a checkpoint.
+        It ends and logs the present step: what a resumed run needs has to be up to date before it,
+        since a signal in `read` or `watch` ends the run here, with a checkpoint.
         """
         self._complete_step()
         self._stop_if_asked(now=True)
@@ -269,7 +271,8 @@ class Run:
 
     def load_best_weights(self) -> None:
         """Load the weights for final/: the best by --metric_for_best_model, or the last; the
-        average, with --ema_decay.
+        average, with --ema_decay. With them comes all else that the best checkpoint holds, but for
+        `state`.
         """
         best = self.state.best_step
         metric = self.config.evaluation.metric_for_best_model

@@ -3,6 +3,7 @@
 setup = Setup(config, "pretrain")                       # processes; the run's folder
 setup.set_defaults("3M parameters", learning_rate=4e-3) # what the user left open
 model, optimizers = setup.prepare(model, optimizers)    # on the device, sharded
+setup.keep("seen", {"count": count})                    # your own tensors
 run = setup.start(train, loss, fingerprint="...")       # compiled, tried, resumed
 """
 
@@ -74,6 +75,7 @@ class Setup(Prepared):
         super().__init__(config, name, unit, accelerator, strategy(accelerator))
         self._chosen: list[str] = []
         self._extra: dict[str, torch.Tensor] = {}
+        self._started = False
         self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
         # preprocessing makes no run folder, and compiles nothing
         if not getattr(config.data, "preprocess_only", False):
@@ -144,6 +146,14 @@ class Setup(Prepared):
         """
         if self.models:
             self.strategy.require("a second model")
+        trained = {p for p in model.parameters() if p.requires_grad}
+        given = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+        if not given or given - trained:
+            raise ConfigError(
+                f"setup.prepare: the optimizers of {name!r} have {len(given - trained)} parameters "
+                f"that are frozen or not of this model, and {len(given & trained)} others: give it "
+                "what is trained (a frozen model needs no prepare: move it to setup.device)"
+            )
         path = configs.flatten(self.config).get("model_name_or_path") if name == "model" else None
         title = path or type(model).__name__
         self.about.setdefault(name, f"{title}, {describe_parameters(model)}")
@@ -151,7 +161,8 @@ class Setup(Prepared):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if group["lr"] != options.peak:
-                    group.setdefault("lr_scale", group["lr"] / options.peak)
+                    ratio = float(group["lr"]) / options.peak
+                    group["lr_scale"] = group.get("lr_scale", 1.0) * ratio
         if spread:
             model, optimizers = self.strategy.prepare(model, optimizers, options)
         self.models[name] = model
@@ -167,7 +178,11 @@ class Setup(Prepared):
         return model, optimizers
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Save more tensors in checkpoints, and load them in place on resume."""
+        """Save more tensors in checkpoints, and load them in place on resume. Before `start`;
+        change them in place.
+        """
+        if self._started:
+            raise RuntimeError("call setup.keep before setup.start, which resumes")
         self.strategy.require("Setup.keep")
         self._extra |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         self.kept["extra."] = Tensors(self._extra)
@@ -207,13 +222,16 @@ class Setup(Prepared):
             Finished: nothing is left to do.
             ConfigError: the checkpoint's run has other settings that change what the model learns.
         """
+        self._started = True
         if steps is None:
             steps = self.config.batch.total_steps(train.steps_per_epoch)
         self._compile(steps, one_shape=train.one_shape)
         begin = getattr(loss, "begin", None)
         if begin is not None:
             begin(self)
-        trials = Rehearsal(self.strategy, [*self.models.values()], self.optimizers, train, loss)
+        models = [*self.models.values()]
+        kept = [*self._extra.values()]
+        trials = Rehearsal(self.strategy, models, self.optimizers, train, loss, kept)
         if self.config.batch.find_batch_size:
             from shared.extras.rehearsal import find_batch_size
 

@@ -11,7 +11,9 @@ from shared.data.loader import Window
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 
-LOWER_IS_BETTER = r"\b(loss|perplexity|errors?|distance|bits|nll|mae|mse|rmse|wer|cer)\b"
+LOWER_IS_BETTER = (
+    r"\b(loss|perplexity|ppl|entropy|errors?|distance|bits|nll|mae|mse|rmse|wer|cer|brier|ece)\b"
+)
 
 
 def better(metric: str) -> str:

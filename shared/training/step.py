@@ -67,6 +67,7 @@ class Step:
         self.grad_norm: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None  # since the last update
         self.finite: torch.Tensor | None = None
+        self.is_logged = False
 
     @property
     def scale(self) -> float:
@@ -134,6 +135,7 @@ class Step:
 
     def log(self, **sums: torch.Tensor) -> None:
         """Log more values of a micro-batch: scalars summed over its targets, as the loss is."""
+        self._require_open()
         for name, value in sums.items():
             self.sums.setdefault(name, []).append(value.detach())
 
@@ -141,7 +143,12 @@ class Step:
         """Log more values of the step, the same on all ranks. The log has their mean over the steps
         that gave one.
         """
+        self._require_open()
         self.means |= values
+
+    def _require_open(self) -> None:
+        if self.is_logged:
+            raise RuntimeError("the step is logged: log its values before an evaluation")
 
     def clip_gradients(self, max_norm: float, model: nn.Module | None = None) -> torch.Tensor:
         """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the

@@ -205,7 +205,7 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
 def test_tensors_that_are_kept_in_two_calls_are_all_saved_and_loaded(tmp_path):
     *_, saver = begin(tmp_path / "run")
     first, second = torch.ones(2), torch.arange(3.0)
-    own = SimpleNamespace(strategy=saver.strategy, kept=saver.kept, _extra={})
+    own = SimpleNamespace(strategy=saver.strategy, kept=saver.kept, _extra={}, _started=False)
     Setup.keep(own, "seen", {"a": first})
     Setup.keep(own, "seen", {"b": second})
     saver.save(TrainState(step=1))
