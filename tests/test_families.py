@@ -228,8 +228,8 @@ def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(tmp_path, rows,
 @pytest.mark.parametrize("family", CASES)
 def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch, family):
     """And all gradients, with the caps and scales that the model has behind its head."""
-    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 1)
-    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 16)
+    monkeypatch.setattr(fused_head, "MAX_LOGITS", 1)
+    monkeypatch.setattr(fused_head, "MIN_TOKENS", 16)
     model = make(family, tmp_path).from_pretrained(tmp_path).float()
     freeze_outer_parts(model)
     vocab = model.get_output_embeddings().out_features
