@@ -540,6 +540,12 @@ sys.path.insert(0, {root!r})
 from shared.data import order
 right = order.seed_all
 order.seed_all = lambda _, *key, **options: right(os.getpid(), *key, **options)
+from shared.run.run import Run
+asked = Run.should_evaluate
+def noted(run):
+    run.state.notes["process"] = os.getpid()
+    return asked(run)
+Run.should_evaluate = noted
 runpy.run_path({template!r}, run_name="__main__")
 """
 
@@ -549,7 +555,7 @@ def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wron
     launch = [sys.executable, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
     good = verify_resume("--steps", 3, "--", *launch)
     assert good.returncode == 0, good.stdout + good.stderr
-    assert good.stdout.count("same, bit for bit") == 7
+    assert good.stdout.count("same, bit for bit") == 8
 
     edited = tmp_path / "train.py"  # dropout that depends on when the process was started
     edited.write_text(WRONG.format(root=str(ROOT), template=str(ROOT / "templates/pretrain.py")))
@@ -557,4 +563,5 @@ def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wron
     bad = verify_resume("--steps", 4, "--keep", tmp_path / "kept", "--", *launch)
     assert bad.returncode == 3, bad.stdout + bad.stderr
     assert "samples of each step   same" in bad.stdout and "losses and own values  DIFFERS" in bad.stdout
+    assert "notes                  DIFFERS: first at step 0: process" in bad.stdout
     assert "error: the resumed run differs from the uninterrupted one" in bad.stderr
