@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from tests.conftest import LAUNCHER, ROOT, python
+from shared.config.parse import parse
+from tests.conftest import LAUNCHER, ROOT, load_template, python
 
 SHAPE = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2,intermediate_size=32"
 PARTS = (
@@ -255,3 +256,13 @@ def test_golden_tells_the_same_from_another_bit(tmp_path):
     path.write_text(json.dumps(result))
     other = golden("compare")
     assert other.returncode == 1 and f"loss at step {row['step']}: " in other.stdout, other.stdout
+
+
+def test_chaos_uses_flags_that_the_templates_have(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    chaos = importlib.import_module("chaos")
+    for name in chaos.TEMPLATES:
+        command = chaos.command(name, tmp_path, 1)
+        script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+        config = parse(load_template(name.split("/")[0]).Config, command[script + 1 :])
+        assert config.batch.max_steps == 12, name
