@@ -5,7 +5,7 @@ loaded.
 |---|---|
 | a setting whose type is `Free` (config/types.py), the launch, versions | yes, and a line says so |
 | any other setting, `data`, `base` | if --allow_changed names it |
-| `NEVER` | no |
+| `NEVER`, the number of `replicas` | no |
 | what `measured_by` digests | as above; but earlier scores no longer count |
 """
 
@@ -17,7 +17,7 @@ from shared.config import parse as configs
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
-NEVER = {"global_batch_size", "mix_weights", "replicas"}
+NEVER = {"global_batch_size", "mix_weights"}  # settings
 OTHERS = {"data": "other data", "base": "other base weights, which it does not contain"}
 # Groups of settings that an evaluation's scores depend on, and free ones among them. Files and
 # models count by their contents, as `data` and `base`.

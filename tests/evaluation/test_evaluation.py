@@ -23,6 +23,7 @@ from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
 from shared.evaluation.kinds import (
+    SampleLosses,
     binary_cross_entropy,
     cross_entropy,
     evaluation_of,
@@ -31,6 +32,7 @@ from shared.evaluation.kinds import (
     of_several_labels,
 )
 from shared.images.files import Images
+from shared.process.errors import ConfigError
 
 
 def test_scores_of_a_batch_by_hand():
@@ -367,3 +369,11 @@ def test_numbers_that_do_not_vary_have_no_correlation():
     good = of_numbers(np.stack([numbers, numbers + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
     assert row_of(good.columns, 1) == {"label": 0.2, "predicted": 1.2}
+
+
+@pytest.mark.parametrize("options", [{"class_weights": "balanced"}, {"label_smoothing": 0.1}], ids=str)
+def test_what_is_for_classes_is_refused_for_numbers(options):
+    data = SimpleNamespace(problem_type="regression", classes=("score",))
+    asked = SimpleNamespace(**{"class_weights": "none", "label_smoothing": 0.0} | options)
+    with pytest.raises(ConfigError, match="--label_smoothing and --class_weights are for classes, not for numbers"):
+        SampleLosses(None, data, asked)
