@@ -19,6 +19,8 @@ def commands() -> dict[str, Path]:
     """The module of each command."""
     files = [
         *ROOT.glob("shared/commands/[a-z]*.py"),
+        *ROOT.glob("shared/extras/proofs/[a-z]*.py"),
+        *ROOT.glob("shared/extras/comparisons/[a-z]*.py"),
         *(ROOT / f"tools/{name}.py" for name in TOOLS),
     ]
     return {

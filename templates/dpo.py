@@ -234,6 +234,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "dpo", unit="pairs", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
+    setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
     # on the device, sharded as the launch config says

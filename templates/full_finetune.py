@@ -144,8 +144,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "full_finetune", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
-    if config.data.preprocess_only:
-        return
+    setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
     width = defaults.width(model)
     setup.set_defaults(f"all weights, width {width}", learning_rate=defaults.full_rate(width))

@@ -198,6 +198,7 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_prompts(config.data, tokenizer)
     setup.about["data"] = describe(train, held_out, config.data)
+    setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
     rollouts = prepare_rollouts(setup, train, tokenizer)  # take the place of a loader
     # on the device, sharded as the launch config says

@@ -156,8 +156,7 @@ def build_loaders(
     batch = config.batch
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     drop_last = has_batch_norm(model)
-    weights = config.data.mix_weights
-    order = training_order(data.train, batch.size, batch.seed, weights, drop_last=drop_last)
+    order = training_order(data.train, batch, config.data, drop_last=drop_last)
     train, validation = labelled_loaders(
         setup,
         data,
@@ -262,6 +261,7 @@ def main(config: Config) -> None:
     config = with_defaults(config)
     setup = Setup(config, "image_classification", unit="images", demo=DEMO)
     data = images.prepare(config.data)
+    setup.describe_data(data.train, data.validation)  # data.json; with --preprocess_only, the end
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)

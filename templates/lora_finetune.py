@@ -111,8 +111,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "lora_finetune", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config, tokenizer, demo_samples=DEMO_SAMPLES)
-    if config.data.preprocess_only:
-        return
+    setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
     width = defaults.width(model)
     setup.set_defaults(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))

@@ -85,7 +85,7 @@ from shared.models.loading import save_causal_lm
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES, gather_weights
 from shared.parallel.strategy import strategy_of_rows
-from shared.process.files import cache_dir, whole_folder
+from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
@@ -169,9 +169,6 @@ def main(config: Config) -> None:
         strategy = partial(Replicas, options=config.sync)
     setup = Setup(config, "pretrain", demo=DEMO, strategy=strategy)
     data = open_data(setup)
-    if config.data.preprocess_only:
-        print_main(f"prepared {setup.about['data']}; in {cache_dir()}")
-        return
     model = build_model(config, data.tokenizer)
     setup.flops = flops_per_token(model, config.seq_length)
     choose_optimizer(setup, model)

@@ -98,7 +98,6 @@ from shared.models.loading import save_causal_lm
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import DTYPES
 from shared.process.files import whole_folder
-from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
@@ -158,9 +157,6 @@ def save_final(run: Run, model: Any, data: CorpusData) -> None:
 def main(config: Config) -> None:
     setup = Setup(config, "pretrain_pipeline", demo=DEMO)
     data = open_data(setup, as_in_training=True)
-    if config.data.preprocess_only:
-        print_main(f"prepared {setup.about['data']}")
-        return
     model = build_model(config, data.tokenizer)
     setup.flops = flops_per_token(model, config.seq_length)
     setup.about["model"] = f"{type(model).__name__}, {describe_parameters(model)}"

@@ -76,7 +76,7 @@ from torch import nn
 
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
-from shared.data.order import IGNORED, Batch
+from shared.data.order import IGNORED, Batch, training_order
 from shared.evaluation.classify import evaluate, report
 from shared.evaluation.evaluation import Evaluation
 from shared.evaluation.kinds import SampleLosses
@@ -96,7 +96,6 @@ from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text import labelled
-from shared.text.packing import grouped_order
 from shared.training import defaults, optim
 
 
@@ -139,7 +138,7 @@ def build_loaders(setup: Setup, data: LabelledData) -> tuple[Loader, Loader, Bat
         pad_token_id=data.train.tokenizer.pad_token_id,
         at_most=config.data.seq_length,
     )
-    order = grouped_order(data.train, batch.size, batch.seed, config.data.mix_weights)
+    order = training_order(data.train, batch, config.data, is_padded=True)
     usual = data.train[int(np.argsort(data.train.lengths)[count // 2])]
     return *labelled_loaders(setup, data, order, collate), collate([usual])
 
@@ -199,6 +198,8 @@ def main(config: Config) -> None:
     # strings of special tokens in a text are text, also after training
     tokenizer = load_tokenizer(config.model_name_or_path, split_special_tokens=True)
     data = labelled.open_texts(config.data, tokenizer)
+    # data.json in the run's folder; with --preprocess_only, the end
+    setup.describe_data(data.train, data.validation, tokenizer)
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     train, validation, sample = build_loaders(setup, data)

@@ -9,21 +9,25 @@ SOURCE = Path(__file__).resolve().parents[1]
 # What few runs need, and what asks for it. A project without one ends such a run with one line.
 EXTRAS = {
     "averages": "--ema_decay",
+    "comparisons": "python -m shared fork, compare, repeat, reproduce",
     "deepspeed": "accelerate_configs/deepspeed_*.yaml",
     "experts": "a model of experts",
     "mixture": "--mix_weights",
     "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
     "--layer_decay, --weights_dtype bf16",
     "pipeline": "pretrain_pipeline.py",
+    "proofs": "python -m shared check, verify-launch, replay",
     "rehearsal": "--find_batch_size, --dress_rehearsal",
     "remote": "URLs of files",
     "replicas": "--sync_every",
+    "report": "data.json, --preprocess_only, --fail_on",
     "sequence": "accelerate_configs/sequence_parallel.yaml",
     "streaming": "--streaming",
     "tars": "tar files of images",
     "tensor": "accelerate_configs/tensor_parallel.yaml",
     "vision": "conversations with images",
 }
+ALWAYS = {"proofs", "report"}  # in every project
 CANNOT_DO_WITHOUT = {"pretrain": {"optimizers"}, "pretrain_pipeline": {"optimizers", "pipeline"}}
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
@@ -31,10 +35,10 @@ WITHOUT_USE = {
     "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
     "pretrain": {"tars", "vision"},
     "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
-    "dpo": {"replicas", "streaming", "tars", "vision", "mixture"},
+    "dpo": {"replicas", "streaming", "tars", "vision"},
     "grpo": {"replicas", "sequence", "streaming", "tars", "vision"},
-    "lora_finetune": {"replicas", "streaming", "tars"},
-    "full_finetune": {"replicas", "streaming", "tars"},
+    "lora_finetune": {"replicas", "tars"},
+    "full_finetune": {"replicas", "tars"},
 }
 # Launch configs that come with an extra.
 CONFIGS = {
@@ -50,7 +54,8 @@ def useful(names: Iterable[str]) -> set[str]:
 
 
 def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
-    """The extras of a project: those asked for, or all, and what its templates cannot do without.
+    """The extras of a project: those asked for, or all, and what all projects have or its
+    templates cannot do without.
 
     Raises:
         ConfigError: there is no such extra.
@@ -59,7 +64,7 @@ def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
         if extra not in EXTRAS and extra != "all":
             raise ConfigError(f"no extra {extra!r}: there is {', '.join(EXTRAS)}, or all")
     extras = useful(names) if "all" in asked else {*asked}
-    return extras.union(*(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
+    return extras.union(ALWAYS, *(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
 
 
 def extra_files(extra: str) -> list[Path]:

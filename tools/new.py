@@ -117,6 +117,8 @@ def requirements(packages: set[str]) -> str:
     def plain(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
 
+    if "scipy" in packages:  # which it brings along
+        packages = packages | {"sklearn"}
     by_module = importlib.metadata.packages_distributions()
     wanted = {plain(name) for module in packages for name in (module, *by_module.get(module, ()))}
     lines = (SOURCE / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -253,10 +255,12 @@ Start with these parts of {" and ".join(f"`{script(name, names)}`" for name in n
 `docs/editing_the_step.md` in the templates' repository shows edits as diffs. `shared/` holds the parts that are tedious to
 get right: the order of the data, gradient accumulation, checkpoints, logging.
 
-Then check that a killed run still resumes exactly, first with small built-in runs, then with your own command:
+Then check that a killed run still resumes exactly, first with small built-in runs, then with your own command, and that it
+learns the same on every launch:
 
 ```bash
 python smoke_test.py
+python -m shared verify-launch -- accelerate launch {first}
 python -m shared verify-resume -- accelerate launch {first} --learning_rate 1e-4
 ```
 {left_out_text}
@@ -293,11 +297,12 @@ def _agents(names: tuple[str, ...]) -> str:
 
 
 def _smoke_test(names: tuple[str, ...]) -> str:
-    commands = "\n".join(
-        command for name in names for command in small_runs(name, script(name, names))
+    runs = [small_runs(name, script(name, names)) for name in names]
+    # two lines each
+    one, two = (
+        "\n".join(each[place] for each in runs).replace(".py ", ".py \\\n  ") for place in (0, -1)
     )
-    commands = commands.replace(".py ", ".py \\\n  ")  # two lines each
-    return f'''"""Check that a killed run resumes exactly: `python smoke_test.py`, or pytest."""
+    return f'''"""Check what edits can break: `python smoke_test.py`, or pytest. Minutes on two cores."""
 
 import os
 import shlex
@@ -306,19 +311,32 @@ import sys
 from pathlib import Path
 
 # Small runs on the CPU. Add the flags that turn your edits on.
-COMMANDS = """
-{commands}
+CHECKED = """
+{one}
+"""
+RESUMED = """
+{two}
 """
 
 
-def test_a_killed_run_resumes() -> None:
-    for command in COMMANDS.strip().splitlines():
-        verify = [sys.executable, "-m", "shared", "verify-resume", "--steps", "3", "--", *shlex.split(command)]
-        subprocess.run(verify, check=True, cwd=Path(__file__).parent, env=os.environ | {{"ACCELERATE_USE_CPU": "true"}})
+def prove(command: str, *proof: str) -> None:
+    words = [sys.executable, "-m", "shared", *proof, "--", *shlex.split(command)]
+    subprocess.run(words, check=True, cwd=Path(__file__).parent, env=os.environ | {{"ACCELERATE_USE_CPU": "true"}})
+
+
+def test_edits_are_right() -> None:
+    for command in CHECKED.strip().splitlines():
+        prove(command, "check")
+
+
+def test_a_killed_run_resumes_on_two_processes() -> None:
+    for command in RESUMED.strip().splitlines():
+        prove(command, "verify-resume", "--steps", "3")
 
 
 if __name__ == "__main__":
-    test_a_killed_run_resumes()
+    test_edits_are_right()
+    test_a_killed_run_resumes_on_two_processes()
 '''
 
 
@@ -404,9 +422,24 @@ def add(folder: Path, names: tuple[str, ...], called: str, extras: Collection[st
     lines = [line for line in needed if line not in present and "==" in line]
     if lines:
         file.write_text("\n".join([*present, *lines]) + "\n", "utf-8")
+    there = [extra for extra in EXTRAS if any(path.exists() for path in _places(folder, extra))]
+    readme = folder / "README.md"
+    if readme.exists():  # its list of what is left out
+        left_out = re.compile(rf"--with ({'|'.join(there)})` \|$")
+        rows = readme.read_text("utf-8").splitlines(keepends=True)
+        readme.write_text("".join(row for row in rows if not left_out.search(row)), "utf-8")
     print(f"{folder}: {len(new)} files added: {', '.join(sorted(new))}")
+    for config in sorted(name for name in new if name.startswith("accelerate_configs/")):
+        print(f"  accelerate launch --config_file {config} {script(names[0], names)}")
+        print("  (with ACCELERATE_USE_CPU=true before it and --mixed_precision no: on CPUs)")
     if lines:
         print(f"  new in requirements.txt: {', '.join(lines)}")
+
+
+def _places(folder: Path, extra: str) -> list[Path]:
+    """Where an extra is in a project: a module, or a folder."""
+    place = folder / "shared/extras" / extra
+    return [place, place.with_suffix(".py")]
 
 
 def create(folder: Path, files: dict[str, bytes]) -> None:

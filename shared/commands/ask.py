@@ -71,7 +71,7 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
-    from shared.data.store import Notes
+    from shared.data.notes import Notes
     from shared.models.checks import context_of
     from shared.models.hub import from_hub
     from shared.models.loading import class_of

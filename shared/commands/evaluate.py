@@ -29,7 +29,7 @@ import yaml
 from shared.data.files import matching
 from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
-from shared.process.files import read_json_lines
+from shared.process.files import discard, read_json_lines
 
 # What says how a new model or adapter is made, what it trains on, how long, and where it is put.
 DROPPED = {
@@ -46,6 +46,8 @@ DROPPED = {
     "validation_dir",
     "validation_split_name",
     "allow_changed",
+    "fail_on",
+    "order",
 }
 PIXEL = b"P6 1 1 255\n\0\0\0"  # an image
 KEPT = {"load_in_4bit", "lora_experts"}  # of AdapterConfig
@@ -137,9 +139,9 @@ def evaluate(
         if cause is None:  # probably a traceback
             print(done.stderr[-4000:], file=sys.stderr)
         raise CleanExit(cause[1] if cause else "the template ended with an error")
-    for copy in ("final", "adapter", "classes"):  # of the weights, since a run ends with it
-        shutil.rmtree(folder / copy, ignore_errors=True)
-    (folder / "curves.png").unlink(missing_ok=True)  # of one point
+    # copies of the weights, since a run ends with them; a curve of one point; both splits are one
+    for name in ("final", "adapter", "classes", "curves.png", "data.json"):
+        discard(folder / name)
     shutil.rmtree(whole, ignore_errors=True)
     folder.rename(whole)
     values: dict[str, float] = {}

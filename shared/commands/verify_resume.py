@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ class Differs(CleanExit):
     exit_code = 3
 
 
-def without_ours(command: Sequence[str], folder: Path) -> list[str]:
-    """The user's command without the flags in `OURS`, also without those in the YAML file of
+def without_ours(command: Sequence[str], folder: Path, ours: Collection[str] = OURS) -> list[str]:
+    """The user's command without the flags in `ours`, also without those in the YAML file of
     --config.
     """
     kept: list[str] = []
@@ -69,7 +69,7 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
     for token in command:
         name, _, value = token.partition("=")
         if token.startswith("--"):
-            dropping = name[2:].replace("-", "_").removeprefix("no_") in OURS
+            dropping = name[2:].replace("-", "_").removeprefix("no_") in ours
         if not dropping:
             kept += [name, value] if name == "--config" and value else [token]
     for i, token in enumerate(kept[:-1]):
@@ -78,7 +78,7 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
             if token == "--config":
                 # as texts, which the command reads: to YAML, 010 is 8
                 root: Any = yaml.compose(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
-                root.value = [v for v in root.value if v[0].value.replace("-", "_") not in OURS]
+                root.value = [v for v in root.value if v[0].value.replace("-", "_") not in ours]
                 kept[i + 1] = str(folder / "config.yaml")
                 Path(kept[i + 1]).write_text(yaml.serialize(root), encoding="utf-8")
     return kept
@@ -100,8 +100,10 @@ def train(
         ConfigError: it fails by itself, or ends before it could be killed.
     """
     flags = ["--output_dir", str(run_dir), *["--deterministic"] * deterministic]
-    flags += f"--max_steps {steps} --save_steps {max(1, steps // 3)} --save_total_limit 9".split()
-    flags += ["--logging_steps", "1", "--report_to", "none", "--audit_data"]
+    flags += (
+        f"--max_steps {steps} --save_steps {max(1, steps // 3)} --save_total_limit 9 "
+        "--logging_steps 1 --report_to none --audit_data"
+    ).split()
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
@@ -112,7 +114,9 @@ def train(
         )
         while process.poll() is None:
             for line in lines:  # its progress
-                if show_progress and line.startswith(("loading ", "tokenising ", "step ")):
+                if show_progress and line.startswith(
+                    ("loading ", "tokenising ", "  run on", "step ")
+                ):
                     print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
             if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
@@ -241,6 +245,17 @@ def verify(
     return compare(straight, killed)
 
 
+@contextlib.contextmanager
+def folder_for(keep: Path | None) -> Iterator[Path]:
+    """An empty folder, a temporary one or the one to `keep`. ConfigError if that has files."""
+    with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--keep {keep} is not empty")
+        yield folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shared verify-resume",
@@ -262,13 +277,7 @@ def main() -> None:
         raise ConfigError(f"--steps must be at least 3, not {options.steps}")
     if not command:
         raise ConfigError("give `--` and the command that starts the training")
-    with tempfile.TemporaryDirectory(
-        prefix="verify-resume-", ignore_cleanup_errors=True
-    ) as temporary:
-        folder = options.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--keep {folder} is not empty")
+    with folder_for(options.keep) as folder:
         found = verify(command, folder, options.steps, verbose=True)
     for part, difference in found.items():
         print(f"  {part:<22} {'DIFFERS: ' + difference if difference else 'same, bit for bit'}")

@@ -7,6 +7,7 @@ This module and its imports stay clear of torch, so that --help and a mistyped f
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -128,6 +129,12 @@ class BatchConfig:
         return steps
 
 
+STEPS = Rule(
+    "takes steps and ranges of them, such as 7 1200-1210",
+    lambda text: re.fullmatch(r"\d+(-\d+)?", text) is not None,
+)
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
@@ -146,6 +153,8 @@ class OptimConfig:
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Optimizer steps in which the rate rises linearly to its peak; below 1: a share of the run
     warmup_steps: Annotated[int | float, within(at_least=0), WHOLE_OR_SHARE] = 0.03
+    # Steps that are not learned, such as 1200-1210; all others keep their samples and draws
+    skip_steps: Free[Annotated[tuple[str, ...], STEPS]] = ()
 
     # Not fields, but what adapters train with. FullOptimConfig makes flags of them.
     adam_beta1 = 0.9
@@ -163,6 +172,11 @@ class OptimConfig:
                 "before the optimizer is built"
             )
         return self.learning_rate
+
+    def skips(self, step: int) -> bool:
+        """Whether a step, from 1, is one that is not learned."""
+        ranges = ([*map(int, text.split("-"))] for text in self.skip_steps)
+        return any(bounds[0] <= step <= bounds[-1] for bounds in ranges)
 
     def describe(self) -> str:
         """A line of the summary."""

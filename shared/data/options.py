@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from shared.config.types import Free, Positive, within
 from shared.data.files import is_url, matching
@@ -33,6 +33,13 @@ class DataConfig:
     validation_split_name: Free[str | None] = None
     # Percentage of the training data to hold out if no validation data is named
     validation_split_percentage: Percentage = 5.0
+    # Order of the samples: file, as they stand; shuffled; length, in batches of similar lengths; if
+    # not given: length where rows are padded, else shuffled
+    order: Literal["file", "shuffled", "length"] | None = None
+    preprocess_only: Free[bool] = False  # Prepare the data, report on them, then exit
+    # End with code 2 if the report has more of these, as counts or shares: duplicates, overlap,
+    # cut=5%, empty=10, ...
+    fail_on: Free[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:

@@ -9,14 +9,16 @@ import contextlib
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
+
+from shared.process.errors import ConfigError
 
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
 DRAWN_AT_ONCE = 4096  # positions of an epoch, at least: many cost little more than one
@@ -144,6 +146,28 @@ class Order:
         return {}
 
 
+@dataclass(frozen=True)
+class GroupedOrder(Order):
+    """Global batches of similar lengths, for little padding: sorted within stretches of `GROUP`
+    batches.
+    """
+
+    lengths: np.ndarray = field(kw_only=True)
+    GROUP = 32
+
+    def indices(self, step: int) -> np.ndarray:
+        epoch, first = self.position(step)
+        stretch, batch = divmod(first // self.global_batch_size, self.GROUP)
+        size = self.GROUP * self.global_batch_size
+        stop = min((stretch + 1) * size, self.num_samples)
+        chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
+        chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
+        full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
+        if batch < full:
+            batch = int(permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
+        return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+
+
 def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
     """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
 
@@ -244,15 +268,29 @@ class Mixed(ConcatDataset):
 
 
 def training_order(
-    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any
+    samples: Any, batch: Any, options: Any, *, is_padded: bool = False, **rest: Any
 ) -> Order:
-    """The order of training: a `Mixture` of the sources of `samples` if they have weights.
+    """The order of training, as --order and --mix_weights say.
 
     Args:
-        options: of `Order`; `lengths` of a `Mixture`.
+        samples: with weights, they have `sources`.
+        batch: a BatchConfig.
+        options: a DataConfig.
+        is_padded: rows differ in their `lengths`: by default, batches have similar ones.
+        rest: of `Order`.
+
+    Raises:
+        ConfigError: --order length, and the rows do not differ.
     """
-    if weights:
+    order = options.order or ("length" if is_padded else "shuffled")
+    if order == "length" and not is_padded:
+        raise ConfigError("--order length is for rows of different lengths; these have one")
+    rest["shuffle"] = order != "file"
+    if order == "length":
+        rest["lengths"] = samples.lengths
+    if options.mix_weights:
         from shared.extras.mixture import mixture_of
 
-        return mixture_of(samples, global_batch_size, seed, weights, **options)
-    return Order(len(samples), global_batch_size, seed, **options)
+        return mixture_of(samples, batch.size, batch.seed, options.mix_weights, **rest)
+    kind: Any = GroupedOrder if order == "length" else Order
+    return kind(len(samples), batch.size, batch.seed, **rest)

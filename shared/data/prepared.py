@@ -132,7 +132,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _state(folder: Path) -> str:
     """Changes when any file does, and each day."""
-    return fingerprint(files=_files(folder), day=date.today().isoformat())
+    files = [*_files(folder), folder / CHECKSUMS]
+    return fingerprint(files=files, day=date.today().isoformat())
 
 
 def _checksums(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from shared.data import prepared, records
 from shared.data.loader import parallel_map
+from shared.data.notes import Notes
 from shared.data.records import Source
 from shared.process import faults
 from shared.process.collectives import on_main
@@ -33,53 +34,9 @@ from shared.process.printing import note, print_main
 T = TypeVar("T")
 
 BATCH = 2**18  # characters that a process encodes at a time
+BAD = 10  # records that are named together
 SAVE_EVERY = 5.0  # seconds of work that a killed preparation loses, at most
 STATE = "state.json"
-
-
-@dataclass
-class Notes:
-    """What was seen in data: how often, and for what is worth a look, where first."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-    seen: set[tuple[str, str]] = field(default_factory=set, repr=False)
-
-    def add(self, what: str, place: str = "") -> None:
-        """Count it. With a place, only if it is new there: an encoder may look at a text twice."""
-        if place:
-            if (what, place) in self.seen:
-                return
-            self.seen.add((what, place))
-            self.first.setdefault(what, place)
-        self.counts[what] += 1
-
-    def add_cut(self, length: int) -> None:
-        """Count a sample of so many tokens, which --seq_length cuts."""
-        self.add("cut")
-        self.add(f"length {length // 64 * 64 + 64}")  # few different ones
-
-    def warn_of_cuts(self, source: str, samples: int) -> None:
-        """Say if --seq_length cuts more than a tenth of the samples, and which one cuts none."""
-        if (cut := self.counts["cut"]) > samples / 10:
-            lost = self.counts["dropped"]
-            note(
-                f"warning: --seq_length cuts {cut:,} of the {samples:,} samples of {source}"
-                + (f" and leaves {lost:,} without an answer" if lost else "")
-                + f"; --seq_length {max(map(int, self.named('length ')))} cuts none"
-            )
-
-    def update(self, later: Notes) -> None:
-        self.counts.update(later.counts)
-        self.first = later.first | self.first
-
-    def named(self, prefix: str) -> dict[str, int]:
-        """The counts whose name begins with `prefix`, by the rest of the name."""
-        return {
-            what.removeprefix(prefix): count
-            for what, count in self.counts.items()
-            if what.startswith(prefix) and count
-        }
 
 
 @dataclass
@@ -123,6 +80,9 @@ class Encode(Protocol):
 
     def size(self, item: Any) -> int:
         """Characters of an item."""
+
+    def where(self, item: Any) -> str:
+        """Where an item is."""
 
     def __call__(self, items: list[Any], notes: Notes) -> Encoded:
         """The samples of a batch. They do not depend on what else is in it."""
@@ -195,7 +155,13 @@ def prepare(
             encode=encode.identity(),
             limit=limit,
             code=prepared.source_of(
-                "data/store.py", "data/records.py", "data/tables.py", "data/values.py"
+                *(
+                    "data/store.py",
+                    "data/notes.py",
+                    "data/records.py",
+                    "data/tables.py",
+                    "data/values.py",
+                )
             ),
         )
     )
@@ -213,20 +179,50 @@ def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -
     items = islice(encode.items(source, notes), writer.state.items, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
     printed = monotonic()
+    bad: list[tuple[str, str]] = []
     for count, encoded, of_batch in found:
+        bad += of_batch.bad
+        if len(bad) >= BAD or (bad and monotonic() - printed > 10):
+            break
+        if bad:  # look for others
+            continue
         writer.add(count, encoded, of_batch)
         if monotonic() - printed > 10:
             print_main(f"tokenising {source.name}: {writer.state.items:,} records")
             printed = monotonic()
         faults.point("prepare")
+    if bad:
+        raise ConfigError(*_named(bad))
     if not writer.state.items:
         raise ConfigError(f"{source.name}: no records in it")
     writer.close(source.name, notes)
 
 
-def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Encoded, Notes]:
+def _named(bad: list[tuple[str, str]]) -> Iterator[str]:
+    """A line for each error: the records that have it."""
+    places: dict[str, list[str]] = {}
+    for where, error in bad:
+        places.setdefault(error, []).append(where)
+    for error, (first, *others) in places.items():
+        also = [*others[:BAD], *["..."] * (len(others) > BAD)]
+        yield first + error + f" ({len(others):,} more: {', '.join(also)})" * bool(also)
+
+
+def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Any, Notes]:
+    """(how many items, their samples, what was noted); without samples, all that is bad."""
     notes = Notes()
-    return len(items), encode(items, notes), notes
+    try:
+        return len(items), encode(items, notes), notes
+    except ConfigError:
+        for item in items:
+            try:
+                encode([item], Notes())
+            except ConfigError as error:
+                where = encode.where(item)
+                notes.bad.append((where, str(error).removeprefix(where)))
+        if not notes.bad:
+            raise
+        return len(items), None, notes
 
 
 @dataclass
@@ -238,7 +234,7 @@ class _State:
     arrays: dict[str, list[Any]] = field(default_factory=dict)  # by name: dtype, shape of a row
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each file
     counts: dict[str, int] = field(default_factory=dict)  # see `Notes`
-    first: dict[str, str] = field(default_factory=dict)
+    first: dict[str, list[str]] = field(default_factory=dict)
     source: str = ""  # its name; empty while it is being written
 
 
@@ -324,7 +320,7 @@ class Store:
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
         # not how long the lines are: these have paths of files; labels are compared separately
-        arrays = [name for name in self._arrays if not name.endswith("_ends")]
+        arrays = [name for name in self._arrays if not name.endswith(("_ends", "_hash"))]
         self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in arrays})
 
     # a spawned worker maps the files itself

@@ -30,6 +30,7 @@ class DeepSpeed(Strategy):
         (
             *("a second model", "Setup.keep", "Muon", "--torch_compile by default"),
             *("--ema_decay", "--find_batch_size", "--dress_rehearsal", "--updates_per_rollout"),
+            "--skip_steps",
         )
     )
     can_skip = False

@@ -80,6 +80,8 @@ class Mixture(Order):
         keys = _drawn(self, step // steps * steps * size, steps * size)[first : first + size]
         if self.lengths is not None:
             return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
+        if not self.shuffle:
+            return keys
         # else some rank might read one source only
         return keys[permute(np.arange(size), size, (self.seed, step))]
 
@@ -124,8 +126,10 @@ def _drawn(mixture: Mixture, start: int, count: int) -> np.ndarray:
         epochs, places = np.divmod(drawn, samples)
         for epoch in np.unique(epochs).tolist():
             now = epochs == epoch
-            shuffled = permute(places[now], samples, (mixture.seed, epoch, source))
-            keys[mine[now], 0] = offset + shuffled
+            chosen = places[now]
+            if mixture.shuffle:
+                chosen = permute(chosen, samples, (mixture.seed, epoch, source))
+            keys[mine[now], 0] = offset + chosen
         keys[mine, 1] = epochs
         offset += samples
     keys.flags.writeable = False

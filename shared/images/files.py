@@ -22,7 +22,7 @@ from shared.images import sources
 from shared.images.decoding import BadImage, Source, check, decode
 from shared.images.digits import write_digits
 from shared.images.options import ImageConfig
-from shared.images.sources import Files, Listed
+from shared.images.sources import LOOKS, Files, Listed
 from shared.images.tiles import draw_tiles
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
@@ -196,6 +196,8 @@ def _prepare(config: ImageConfig, *, whole: bool) -> _Part:
         np.save(into / "paths.npy", files.paths)
         np.save(into / "parts.npy", files.parts)
         np.save(into / "labels.npy", labels.values)
+        bad, looks = _look(files)
+        np.save(into / "looks.npy", looks)
         facts = {
             "problem_type": labels.problem_type,
             "classes": labels.classes,
@@ -203,7 +205,7 @@ def _prepare(config: ImageConfig, *, whole: bool) -> _Part:
             "validation": listed.validation,
             "left_out": listed.left_out,
             "identity": listed.identity(labels),
-            "bad": _find_bad(files),
+            "bad": bad,
         }
         (into / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -216,25 +218,30 @@ def _prepare(config: ImageConfig, *, whole: bool) -> _Part:
     labels = Labels(facts["problem_type"], tuple(facts["classes"]), load("labels"))
     if whole:
         facts["trained"] = len(labels)
-    return _split(config, Files(load("paths"), load("parts"), rows), labels, facts)
+    files = Files(load("paths"), load("parts"), rows, load("looks"))
+    return _split(config, files, labels, facts)
 
 
-def _find_bad(files: Files) -> list[tuple[int, str]]:
-    """(number, reason) of each image that `check` finds bad."""
+def _look(files: Files) -> tuple[list[tuple[int, str]], np.ndarray]:
+    """((number, reason) of each image that `check` finds bad; of each image what `Files` has in
+    `looks`).
+    """
     count = len(files)
     print_main(f"reading {count:,} images once, to find those that are damaged")
-    found = parallel_map(partial(_damage, files=files), range(count), None if count > 500 else 1)
+    found = parallel_map(partial(_check, files=files), range(count), None if count > 500 else 1)
     bar = tqdm(found, "checking", count, unit="image", disable=None)
-    return [(number, reason) for number, reason in enumerate(bar) if reason]
+    reasons, looks = zip(*bar, strict=True)
+    bad = [(number, reason) for number, reason in enumerate(reasons) if reason]
+    return bad, np.array([*looks], LOOKS)  # a list: a tuple would be one row
 
 
-def _damage(number: int, files: Files) -> str:
-    """What is wrong with an image; empty if nothing is."""
+def _check(number: int, files: Files) -> tuple[str, tuple[Any, ...]]:
+    """(what is wrong with an image; empty if nothing is. How it looks.)"""
     try:
-        check(files[number])
+        size, mode, checksum = check(files[number])
     except BadImage as error:
-        return str(error)
-    return ""
+        return str(error), (0, 0, "", 0)
+    return "", (*size, mode, checksum)
 
 
 def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]) -> _Part:

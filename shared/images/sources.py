@@ -44,6 +44,10 @@ COLUMNS = {
 }
 
 
+# Of each image: width and height in pixels, the mode of its file, and what tells copies.
+LOOKS = np.dtype([("width", "i4"), ("height", "i4"), ("mode", "U8"), ("hash", "i8")])
+
+
 @dataclass
 class Files:
     """Images by number. Worker processes share the arrays instead of copying a list.
@@ -52,11 +56,13 @@ class Files:
         paths: [n] bytes, see `Listed`.
         parts: [n, 3] int64, where images lie in tar files, see `Listed`; [0] if they do not.
         rows: of a data set, see `open_table`; None: the images are files.
+        looks: [n] LOOKS, once they were checked.
     """
 
     paths: np.ndarray
     parts: np.ndarray
     rows: Any
+    looks: Any = None
 
     def __len__(self) -> int:
         return len(self.paths)

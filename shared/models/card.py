@@ -17,6 +17,7 @@ def model_card(
     settings: dict[str, Any],
     *,
     made_by: str,
+    receipt: str = "",
     load: str,
     **front: str,
 ) -> str:
@@ -28,6 +29,7 @@ def model_card(
     Args:
         settings: in YAML's types.
         made_by: the version of the code, and on what it ran.
+        receipt: lines of digests, see extras/proofs/_receipt.py.
         load: the line of Python that loads it.
         front: metadata for the Hub.
     """
@@ -51,7 +53,7 @@ def model_card(
     given = {name: value for name, value in settings.items() if value is not None}
     return (
         f"---\n{_yaml(one_line)}---\n\n# {_text(title)}\n\nData: {_text(data)}\n\n"
-        f"Made by {_text(made_by)}\n\n"
+        f"Made by {_text(made_by)}\n{receipt}\n\n"
         f"{_fenced('python', redact(load))}\n\n## Results\n\n{rows}\n\n## "
         f"Settings\n\n{_fenced('yaml', _yaml(given))}\n"
     )

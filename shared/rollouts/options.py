@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from shared.process.errors import ConfigError
 from shared.text.options import Length, RecordsConfig
 
 
@@ -14,10 +13,3 @@ class PromptConfig(RecordsConfig):
     prompt_column: str | None = None
     system_prompt: str | None = None  # System message before each prompt; needs a chat template
     seq_length: Length = 512  # Tokens of a prompt, at most; longer ones are left out and counted
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mix_weights:
-            raise ConfigError(
-                "--mix_weights does not work with prompts: put them into one data set"
-            )

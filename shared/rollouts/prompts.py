@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shared.data import prepared
+from shared.data.notes import Notes
 from shared.data.records import Source, kind, not_used
-from shared.data.store import Encoded, Notes
+from shared.data.store import Encoded
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.rollouts.options import PromptConfig
@@ -140,13 +141,16 @@ def read_prompts(
 
 def describe(train: Conversations, held_out: Conversations, options: PromptConfig) -> str:
     """One line about the data: counts, lengths."""
-    (store,) = train.stores
+    notes = Notes()
+    for store in train.stores:
+        notes.update(store.notes)
     lengths = train.lengths + 1  # tokens
     # rewards get other columns
-    unread = [n for n in store.notes.named("unused ") if n.endswith(")") or n in OF_TEMPLATE]
-    counts = store.notes.counts
+    unread = [n for n in notes.named("unused ") if n.endswith(")") or n in OF_TEMPLATE]
+    counts = notes.counts
+    sources = ", ".join(store.source for store in train.stores)
     return (
-        f"{store.source}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
+        f"{sources}: {counts['read']:,} prompts read, {counts['long']:,} longer than "
         f"{options.seq_length} tokens and left out; {len(train):,} to train on, of "
         f"{lengths.min()}-{lengths.max()} tokens; {len(held_out):,} to validate on"
         f"{not_used(unread)}"

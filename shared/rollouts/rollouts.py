@@ -15,7 +15,7 @@ from torch import nn
 from shared.answers.answers import answer, batches, batches_to_answer, keep_rows, written
 from shared.answers.numbers import numbers_of
 from shared.data.loader import Share, Window
-from shared.data.order import IGNORED, Batch, Order, Row, micro_batches
+from shared.data.order import IGNORED, Batch, Row, micro_batches, training_order
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.parallel import sharding
@@ -57,7 +57,7 @@ class Rollouts:
         batch.require_full_batch(len(prompts), "prompts")
         self.prompts = prompts
         self.tokenizer = tokenizer
-        self.order = Order(len(prompts), batch.size, batch.seed, drop_last=True)
+        self.order = training_order(prompts, batch, config.data, drop_last=True)
         self.share = share
         self.group = config.group_size
         self.updates = config.updates_per_rollout
@@ -104,6 +104,7 @@ class Rollouts:
                 num_samples=len(prompts),
                 epoch=self.order.position(number)[0],
                 epoch_samples=self.order.samples_per_epoch,
+                sources=self.order.used(number + 1),
                 indices=micro_batches(prompts, *share),
             )
 

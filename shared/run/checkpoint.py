@@ -25,7 +25,7 @@ from shared.parallel.gradients import local_part, reshard
 from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import first_line, is_out_of_memory
-from shared.process.files import commit, discard, new_folder, remove
+from shared.process.files import commit, digest, discard, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits, launch
@@ -154,6 +154,7 @@ class Checkpointer:
         self._load(folder, manifest)
         self.accelerator.wait_for_everyone()
         on_main(partial(remove, folder))
+        self.latest = None
         return sum(file["size"] for file in manifest["files"].values())
 
     def wait(self) -> None:
@@ -189,6 +190,9 @@ class Checkpointer:
         reports = self._gather((problem, files))
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
+            # a chain; a user may have removed it
+            if self.latest and (self.latest / MANIFEST).is_file():
+                manifest["before"] = [self.latest.name, digest(self.latest / MANIFEST)]
             manifest["files"] = {name: fact for _, part in reports for name, fact in part.items()}
             try:
                 write_manifest(temporary, manifest)

@@ -24,6 +24,7 @@ from shared.run.profiling import TRACE
 # What runs write beside their checkpoints.
 FILES = (
     *("config.yaml", "summary.txt", "metrics.jsonl", "curves.png", "exit.json"),
+    *("data.json", "data.html"),
     *(audit.FOLDER, TRACE, "evaluation.json", "predictions.csv", "answers.jsonl"),
     *("confusion_matrix.png", "mistakes.png", "answers.png"),
 )

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Guard:
         models: as prepared.
         state: of the run; skipped updates are counted in it.
         max_skipped: so many updates may be skipped in the whole run.
+        leaves_out: whether a step, from 1, is not to be learned.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -62,12 +63,14 @@ class Guard:
         state: TrainState,
         *,
         max_skipped: int,
+        leaves_out: Callable[[int], bool] = lambda step: False,
         timeout: float = 1800,
     ) -> None:
         self.strategy = strategy
         self.models = models
         self.state = state
         self.max_skipped = max_skipped
+        self.leaves_out = leaves_out
         self.group: Any = None
         if strategy.accelerator.num_processes > 1:
             # of hosts, whatever the devices use; DeepSpeed has none
@@ -91,8 +94,8 @@ class Guard:
     def finite(
         self, losses: list[torch.Tensor], norm: torch.Tensor, indices: list[list[int]]
     ) -> torch.Tensor:
-        """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the
-        update is to be skipped.
+        """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, or if
+        the step is to be left out, the update is to be skipped.
 
         With fp16 an infinite gradient does not count while the loss scale can still fall: see
         `Strategy.update`.
@@ -106,6 +109,9 @@ class Guard:
         Returns:
             bool scalar on the device, the same on all ranks, or on those of a replica.
         """
+        if self.leaves_out(self.state.step):
+            print_main(f"step {self.state.step} is not learned (--skip_steps)")
+            return torch.zeros_like(norm, dtype=torch.bool)
         scaler = self.strategy.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
@@ -157,7 +163,8 @@ class Guard:
                 )
             print_main(
                 f"warning: {what}; the update was skipped ({self.state.skipped} of at most "
-                f"{self.max_skipped})"
+                f"{self.max_skipped}). "
+                f"Its samples: python -m shared replay RUN --step {step} -- COMMAND"
             )
 
     def _bad_micro_batches(self, update: _Update) -> list[str]:

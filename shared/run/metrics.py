@@ -214,7 +214,8 @@ class Logger:
             if loss > middle + max(8 * spread, 0.25 * abs(middle)):
                 print_main(
                     f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of "
-                    f"{middle:.4g} before"
+                    f"{middle:.4g} before. Its samples: "
+                    f"python -m shared replay RUN --step {self.state.step} -- COMMAND"
                 )
         if math.isfinite(loss):
             self.recent.append(loss)

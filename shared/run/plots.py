@@ -1,23 +1,24 @@
 """curves.png."""
 
 from pathlib import Path
+from typing import Any
 
 from shared.process.files import read_json_lines
 
 
-def draw_curves(metrics: Path, chosen: str) -> None:
+def draw_curves(metrics: Path, chosen: str, before: Any = ()) -> None:
     """Loss, scores of the validation, learning rate and throughput over steps, from a
     metrics.jsonl, beside it.
 
     Args:
         chosen: the metric by which the best weights are chosen.
+        before: rows of another run, which this one follows.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     if not metrics.exists():
         return
-    rows = [*read_json_lines(metrics)]
+    rows = [*before, *read_json_lines(metrics)]
     keys = sorted({key for row in rows for key in row})
     panels = {"loss": ["loss", "eval_loss"]}
     if chosen not in ("loss", "none"):
@@ -33,10 +34,9 @@ def draw_curves(metrics: Path, chosen: str) -> None:
             if points:
                 panel.plot(*zip(*points, strict=True), label=name, marker=".")
         panel.set(title=title, xlabel="optimizer step")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.locator_params(axis="x", integer=True)
         panel.grid(alpha=0.3)
         panel.legend(loc="upper right")  # looking for the best place may warn
     temporary = metrics.with_name(".curves.png")
-    with temporary.open("wb") as file:
-        figure.savefig(file, dpi=120, format="png")
+    figure.savefig(temporary, dpi=120)
     temporary.replace(metrics.with_name("curves.png"))

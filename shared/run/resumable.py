@@ -17,7 +17,7 @@ from shared.config import parse as configs
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
-NEVER = {"global_batch_size", "mix_weights"}  # settings
+NEVER = {"global_batch_size", "mix_weights", "order"}  # settings
 OTHERS = {"data": "other data", "base": "other base weights, which it does not contain"}
 # Groups of settings that an evaluation's scores depend on, and free ones among them. Files and
 # models count by their contents, as `data` and `base`.

@@ -13,6 +13,7 @@ There are no callbacks. To change the step, edit the template. To change the res
 """
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -94,6 +95,7 @@ class Run:
             list(self.models.values()),
             state,
             max_skipped=config.optim.max_skipped_steps,
+            leaves_out=config.optim.skips,
             timeout=config.speed.ddp_timeout,
         )
         self._step: Step | None = None  # the present step, until it is logged
@@ -307,7 +309,7 @@ class Run:
 
     def write_card(self, folder: Path, title: str, *, load: str, **front: str) -> None:
         """Write the model card: data, code, launch, results before training and of the best
-        evaluation, settings. Main rank.
+        evaluation, settings; and receipt.json, last. Main rank.
 
         Args:
             folder: gets it as README.md.
@@ -317,16 +319,22 @@ class Run:
         """
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
+        proofs: Any = None
+        with contextlib.suppress(ImportError):  # a project may do without
+            proofs = importlib.import_module("shared.extras.proofs._receipt")
         card = model_card(
             title,
             self.about.get("data") or "",
             results,
             configs.flatten(self.config),
             made_by=f"version {version()}, {launch.strategy(self.accelerator)}",
+            receipt=proofs.digests(self.saver) if proofs else "",
             load=load,
             **front,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
+        if proofs:
+            proofs.write_receipt(folder, self.saver)
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""

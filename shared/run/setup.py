@@ -2,11 +2,13 @@
 
 setup = Setup(config, "pretrain")                       # processes; the run's folder
 setup.set_defaults("3M parameters", learning_rate=4e-3) # what the user left open
+setup.describe_data(train, held_out, tokenizer)         # data.json
 model, optimizers = setup.prepare(model, optimizers)    # on the device, sharded
 setup.keep("seen", {"count": count})                    # your own tensors
 run = setup.start(train, loss, fingerprint="...")       # compiled, tried, resumed
 """
 
+import contextlib
 import importlib
 import math
 import os
@@ -78,7 +80,7 @@ class Setup(Prepared):
         self._started = False
         self._found: tuple[Path, dict[str, Any]] | None = None  # to continue from
         # preprocessing makes no run folder, and compiles nothing
-        if not getattr(config.data, "preprocess_only", False):
+        if not config.data.preprocess_only:
             if speed.torch_compile and not launch.has_compiler():
                 raise ConfigError(
                     "--torch_compile needs a compiler and Python's headers: apt install g++ "
@@ -91,7 +93,10 @@ class Setup(Prepared):
             "rehearsal": config.batch.find_batch_size or config.checkpoint.dress_rehearsal,
             "averages": config.evaluation.ema_decay,
             "mixture": config.data.mix_weights,
+            "report": config.data.fail_on,
         }
+        if config.optim.skip_steps:
+            self.strategy.require("--skip_steps")
         for extra in filter(asked.get, asked):  # before anything is loaded: it may not be there
             importlib.import_module(f"shared.extras.{extra}")
         if self._found:
@@ -128,6 +133,24 @@ class Setup(Prepared):
             )
             self._chosen.append(f"{', '.join(said)} ({reason})")
         return self.config
+
+    def describe_data(self, train: Any, held_out: Any, tokenizer: Any = None) -> None:
+        """Report on the data, see `extras/report`: data.json in the run's folder. Every rank calls
+        this.
+
+        Args:
+            train, held_out: as the readers of data return them.
+            tokenizer: of token ids.
+
+        Raises:
+            Finished: with --preprocess_only.
+            ConfigError: the data have more of something than --fail_on allows.
+        """
+        with contextlib.suppress(ModuleNotFoundError):  # a project may do without
+            report = importlib.import_module("shared.extras.report.report")
+            on_main(partial(report.write, self, train, held_out, tokenizer))
+        if self.config.data.preprocess_only:
+            raise exits.Finished("the data are prepared")
 
     def prepare(
         self, model: Any, optimizers: list[Any], name: str = "model", *, spread: bool = True

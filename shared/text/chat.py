@@ -15,9 +15,10 @@ import numpy as np
 
 from shared import demo
 from shared.data import prepared, records
+from shared.data.notes import WARNINGS, Notes, text_hash
 from shared.data.order import IGNORED, Batch, EvenSubset, Row, near_share, permute
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
+from shared.data.store import Encoded, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.process.printing import collapsed, indented, note, print_main
@@ -44,28 +45,6 @@ DEMO = Source(
 )
 LOOKED_AT = 6  # samples that --preprocess_only prints
 DEFAULT = "the default chat template (### User / ### Assistant)"
-WARNINGS = {  # what an encoder notes: what is said about it, with the first place
-    "lost": "turns have words that the chat template does not write or mark",
-    "unlike": (
-        "answers are learned after other tokens than the template's generation "
-        'prompt gives at inference (another "chat_template_kwargs": {"enable_thinking": false} or '
-        "true in the records may mend it)"
-    ),
-    "empty": "records have an empty answer, from which the model learns to say nothing",
-    "joined": (
-        "texts with a prompt are joined as they are, although the model has a chat template: "
-        "messages would get it"
-    ),
-    "marked": "records mark a place for what is not text, and the mark is read as text",
-    "special": "texts contain the string of a special token, which is read as that token",
-    "long": "samples are longer than --seq_length, and left out: raise it",
-    "bad": (
-        "samples have an image that cannot be read, and are left out (after a repair, touch the "
-        "data file)"
-    ),
-    "same": "pairs are dropped: their two answers are the same",
-    "unequal": "pairs have prompts of different tokens before their two answers",
-}
 
 
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
@@ -178,8 +157,9 @@ class ToSamples:
     other record one.
 
     Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
-    counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
-    `checksum` of its tokens. `columns` has those of its record that are not learned.
+    counts. The table has each sample's `targets`, whether it is the `first` of its record, a
+    `checksum` of its tokens and a `text_hash` of its record. `columns` has those of its record that
+    are not learned, and `place` where the record is.
     """
 
     demo = DEMO  # what is read if no data is named
@@ -228,15 +208,26 @@ class ToSamples:
     def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
         return len(str(item))
 
+    def where(self, item: tuple[str, str, dict[str, Any]]) -> str:
+        return item[1]
+
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
         samples: list[tuple[list[int], np.ndarray]] = []
         first: list[bool] = []
         columns: list[dict[str, Any]] = []
+        places: list[str] = []
+        hashes: list[int] = []
         for form, where, record in items:
             of_record = Notes()
             made = self.samples(record, form, where, of_record)
             samples += made
             first += [number == 0 for number in range(len(made))]
+            places += [where] * len(made)
+            said = [
+                value for name, value in record.items() if f"unused {name}" not in of_record.counts
+            ]
+            of_text = text_hash(said)
+            hashes += [of_text ^ number for number in range(len(made))]
             names = of_record.named("unused ") if form != "plain text" else ()
             columns += [{name: record[name] for name in names if name in record}] * len(made)
             notes.update(of_record)
@@ -245,7 +236,7 @@ class ToSamples:
             if not self.encoder.has_own_template and not form.startswith(("prompt", "plain")):
                 notes.add("default template")
             if not made:
-                notes.add("dropped")
+                notes.add("dropped", where)
         tokens = [np.array(ids, np.int32) for ids, _ in samples]
         marks = [learned for _, learned in samples]
         # nothing predicts the first token
@@ -261,8 +252,9 @@ class ToSamples:
                 "targets": np.array(targets, np.int32),
                 "first": np.array(first, bool),
                 "checksum": np.array(checksums, np.int64),
+                "text_hash": np.array(hashes, np.int64),
             },
-            lines={"columns": columns},
+            lines={"columns": columns, "place": places},
         )
 
     def read(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> Example:
@@ -297,7 +289,7 @@ class ToSamples:
         ids, learned = self.encode(record, form, where, notes)
         most = self.seq_length + 1
         if form != "plain text" and len(ids) > most:
-            notes.add_cut(len(ids) - 1)
+            notes.add_cut(len(ids) - 1, where)
         last = len(ids) - 1 if form == "plain text" else 1
         # a sample begins with the last token of the one before
         starts = range(0, last, self.seq_length)
@@ -325,7 +317,7 @@ def open_samples(
     limit = config.max_train_samples or (demo_samples if config.is_demo else None)
     trained, held_out = prepare_sources(config, encode, limit=limit)
     for store in (*trained.values(), *held_out.values()):
-        _check(store, config)
+        check(store, config)
     percent = config.validation_split_percentage
     if held_out:
         numbers = [np.arange(len(store)) for store in trained.values()]
@@ -345,8 +337,7 @@ def open_samples(
     notes = Notes()
     for store in trained.values():
         notes.update(store.notes)
-    by_count = notes.named("end ")
-    end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
+    end = end_of(notes)
     _keep_template_options(tokenizer, notes)
     validated_on = " and ".join(how)
     train = encode.opened(trained, numbers, end, validated_on)
@@ -358,6 +349,12 @@ def open_samples(
             "data, too, word for word"
         )
     return train, validation
+
+
+def end_of(notes: Notes) -> int | None:
+    """The token that most learned turns end with, if there is one."""
+    by_count = notes.named("end ")
+    return int(max(by_count, key=by_count.__getitem__)) if by_count else None
 
 
 def _keep_template_options(tokenizer: PreTrainedTokenizerBase, notes: Notes) -> None:
@@ -374,12 +371,12 @@ def _keep_template_options(tokenizer: PreTrainedTokenizerBase, notes: Notes) -> 
             note(f"the chat template in final/ has the default of all records: {option}")
 
 
-def _check(store: Store, config: RecordsConfig) -> None:
+def check(store: Store, config: RecordsConfig) -> None:
     """Refuse a source without anything to learn, and say what is worth a look in it."""
     counts = store.notes.counts
     for what, warning in WARNINGS.items():
         if counts[what]:
-            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what]}")
+            note(f"warning: {counts[what]:,} {warning}; the first is {store.notes.first[what][0]}")
     if not len(store):
         raise ConfigError(
             f"{store.source}: none of its {counts['read']} samples has a token to learn within "

@@ -16,9 +16,10 @@ import numpy as np
 
 from shared import demo
 from shared.data import prepared, records
+from shared.data.notes import Notes, text_hash
 from shared.data.order import Mixed, Row, is_validation, near_share
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Store, prepare_sources
+from shared.data.store import Encoded, Store, prepare_sources
 from shared.demo import DEFAULT_TEMPLATE
 from shared.models.tokenizers import (
     end_of_text,
@@ -215,7 +216,7 @@ def train_tokenizer(
 
 class EncodeDocuments:
     """Documents to tokens, see `store.Encode`: `tokens` of all, and in the table the `bytes` of
-    each document's text.
+    each document's text, and its `text_hash`.
 
     A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
     Nothing in its text is a special token: see `special`.
@@ -254,11 +255,17 @@ class EncodeDocuments:
     def size(self, item: Piece) -> int:
         return len(item[0])
 
+    def where(self, item: Piece) -> str:
+        return f"document {item[1] + 1}"
+
     def __call__(self, items: list[Piece], notes: Notes) -> Encoded:
         tokens, lengths = self.tokenise(items)
         last = np.array([is_last for _, _, is_last, _ in items])
         sizes = np.array([before + len(text.encode()) for text, _, _, before in items])
-        return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": sizes[last]})
+        # of a long document's last piece and its place
+        hashes = np.array([text_hash(text) ^ before for text, _, _, before in items], np.int64)
+        table = {"bytes": sizes[last], "text_hash": hashes[last]}
+        return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], table)
 
     def tokenise(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """([tokens] of `dtype`, [pieces] how many of them are of each piece)."""

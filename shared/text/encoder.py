@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.data.store import Notes
+from shared.data.notes import Notes
 from shared.demo import DEFAULT_TEMPLATE
 from shared.models.tokenizers import end_of_text, leading_bos
 from shared.process.errors import ConfigError
@@ -24,6 +24,8 @@ from shared.text.special import Special
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# among roles: a turn after its like, an answer that comes first, a system text that does not
+OUT_OF_TURN = re.compile(r"\b(user|assistant) \1\b|^(?:system )?assistant|. system")
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
 
 
@@ -79,7 +81,8 @@ class Encoder:
             notes: gets `end N` (the token that the last learned turn ends with), and, each with
                 its place, `special` (texts with the string of a special token, which is read as
                 that token), `lost` (learned turns, and tools' answers, that are not written whole)
-                and `unlike` (learned turns that do not follow the generation prompt).
+                `unlike` (learned turns that do not follow the generation prompt), `roles` (out of
+                turn), `tools` (that no turn calls) and `no_end`.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
@@ -113,6 +116,8 @@ class Encoder:
             learned = np.append(learned[:stop], True)
         if end_token is not None:
             notes.add(f"end {end_token}")
+        elif stop:
+            notes.add("no_end", where)
         return ids, learned
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -168,6 +173,10 @@ class Encoder:
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
         messages = example.messages or []
         turns = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
+        if OUT_OF_TURN.search(" ".join(turn["role"] for turn in messages)):
+            notes.add("roles", where)
+        if example.tools and not any(map(_called, messages)):
+            notes.add("tools", where)
         wanted = self._wanted(messages)
         marked: list[Span] = []  # by {% generation %}
         answers: list[Answer] = []

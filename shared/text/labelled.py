@@ -13,9 +13,10 @@ import torch
 from shared import demo
 from shared.data import prepared, records
 from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels
+from shared.data.notes import Notes, text_hash
 from shared.data.order import Batch, Row
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split, Store, prepare_sources
+from shared.data.store import Encoded, Split, Store, prepare_sources
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
@@ -175,6 +176,9 @@ class EncodeTexts:
     def size(self, item: Item) -> int:
         return sum(map(len, item[0]))
 
+    def where(self, item: Item) -> str:
+        return str(item[2]["where"])
+
     def __call__(self, items: list[Item], notes: Notes) -> Encoded:
         texts, labels, kept = zip(*items, strict=True)
         encoded = self.tokenizer(
@@ -197,11 +201,13 @@ class EncodeTexts:
         }
         added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
-        for encoding in encoded.encodings:
+        for encoding, of_one in zip(encoded.encodings, kept, strict=True):
             if encoding.overflowing:
-                notes.add_cut(sum(map(len, [encoding, *encoding.overflowing])))
+                whole = sum(map(len, [encoding, *encoding.overflowing]))
+                notes.add_cut(whole, of_one["where"])
+        table = {"text_hash": np.array([text_hash(of_one) for of_one in texts], np.int64)}
         lines = {"label": labels, "record": kept}
-        return Encoded(values, np.cumsum(lengths), lines=lines)
+        return Encoded(values, np.cumsum(lengths), table, lines)
 
 
 def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> LabelledData:

@@ -1,6 +1,5 @@
 """From prepared conversations to micro-batches: several conversations in a row, or one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -10,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared.data import records
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import EvenSubset, Order, training_order
 from shared.models import attention
 from shared.models.isolation import isolate_documents
@@ -19,7 +18,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
-from shared.text.packing import Packed, collate_packed, grouped_order
+from shared.text.packing import Packed, collate_packed
 from shared.training import defaults
 
 IMAGES = ("images", "image")  # columns
@@ -45,6 +44,10 @@ def read_conversations(
         config: a template's, with `data`, `vision` and `model_name_or_path`.
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
     """
+    if config.data.streaming:
+        from shared.extras.streaming.chats import read_stream
+
+        return read_stream(config, tokenizer)
     kind: Any = chat.ToSamples
     if see_images(config.data):
         from shared.extras.vision.conversations import image_samples
@@ -125,7 +128,13 @@ def arrange(
     Raises:
         ConfigError: there are fewer rows than one global batch; see `choose_packing`.
     """
-    packed = choose_packing(setup, model, why_not=train.why_not_packed)
+    if setup.config.data.streaming:
+        from shared.extras.streaming import chats
+
+        return chats.arrange_stream(setup, model, train, held_out)  # type: ignore[arg-type]
+    order = setup.config.data.order
+    why_not = f"--order {order} takes a sample a row" if order in ("file", "length") else ""
+    packed = choose_packing(setup, model, why_not=train.why_not_packed or why_not)
     rows = Packed(train, setup.config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(setup.config.batch, len(train), len(rows))
     setup.set_defaults(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
@@ -158,19 +167,18 @@ def build_loaders(
     what = f"rows of {len(train):,} samples"
     advice = f"choose {max(1, len(rows) // 10)} for ten steps an epoch"
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}"
-    order_of: Callable[..., Order] = grouped_order
     if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
         what = f"packed {what}"
         advice += ", and a shorter --seq_length or --packing off for more rows"
         fingerprint += ", packed"
-        order_of = training_order
         about += (
             f"; packed into {len(rows):,} rows of {options.seq_length} tokens, "
             f"{rows.waste:.1%} of them empty"
         )
     batch.require_full_batch(len(rows), what, advice)
-    order = order_of(rows, batch.size, batch.seed, options.mix_weights)
+    is_packed = isinstance(rows, Packed)
+    order = training_order(rows, batch, options, is_padded=not is_packed)
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers
     workers = train.workers if workers is None else workers
@@ -180,17 +188,25 @@ def build_loaders(
         order,
         share,
         per_device=batch.micro_batch()[0],
-        one_shape=isinstance(rows, Packed),
+        one_shape=is_packed,
         num_workers=workers,
     )
+    validation = validation_loader(held_out, config, share, min(workers, held_out.workers))
+    return ChatData(loader, validation, held_out, about, fingerprint)
+
+
+def validation_loader(
+    held_out: chat.Conversations, config: Any, share: Share, workers: int
+) -> Loader:
+    """Padded batches of the conversations that an evaluation uses."""
+    options = config.data
     chosen = EvenSubset(held_out, options.eval_samples)
-    size = batch.per_device_eval_batch_size
-    validation = Loader(
+    size = config.batch.per_device_eval_batch_size
+    return Loader(
         chosen,
         partial(held_out.collate, multiple_of=64, at_most=options.seq_length),
         Order(len(chosen), size * share.world_size, 0, shuffle=False),
         share,
         per_device=size,
-        num_workers=min(workers, held_out.workers),
+        num_workers=workers,
     )
-    return ChatData(loader, validation, held_out, about, fingerprint)

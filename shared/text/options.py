@@ -1,7 +1,7 @@
 """Flags of text."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from shared.config.types import Count, CountOrZero, Free, Positive, within
 from shared.data.options import DataConfig, Percentage
@@ -17,6 +17,29 @@ class TextConfig(DataConfig):
     eval_samples: Free[Count] = 256  # Validation samples that one evaluation uses, at most
     # Processes that tokenise; if not given, one per processor
     preprocessing_num_workers: Free[CountOrZero | None] = None
+
+
+@dataclass(frozen=True)
+class StreamConfig(TextConfig):
+    """Text that may be streamed."""
+
+    # Read and tokenise during training, and keep nothing on disk; see shuffle_window
+    streaming: bool = False
+    # With streaming: sequences or samples to shuffle at a time; 0: the order of the source
+    shuffle_window: CountOrZero = 0
+
+    NEEDS_ALL: ClassVar[tuple[str, ...]] = ("preprocess_only", "fail_on", "mix_weights", "order")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [f"--{name}" for name in self.NEEDS_ALL if getattr(self, name)]
+        if self.streaming and wrong:
+            raise ConfigError(f"--streaming does not work with {' and '.join(wrong)}: drop one")
+        if self.shuffle_window and not self.streaming:
+            raise ConfigError(
+                "--shuffle_window is for --streaming; without it, all the data are shuffled: "
+                "drop it"
+            )
 
 
 @dataclass(frozen=True)
@@ -38,41 +61,25 @@ class LabelledTextConfig(DataConfig):
 
 
 @dataclass(frozen=True)
-class CorpusConfig(TextConfig):
+class CorpusConfig(StreamConfig):
     """Text and tokenizer."""
 
     # Validation samples that one evaluation uses, at most; with streaming, so many are held out
     eval_samples: Count = 256
     text_column: str = "text"  # Column or key of the text
     isolate_documents: bool = False  # Keep documents in one sequence from attending to each other
-    # Read and tokenise during training, and keep nothing on disk; see shuffle_window
-    streaming: bool = False
-    # With streaming: sequences to shuffle at a time; 0: the order of the source
-    shuffle_window: CountOrZero = 0
     # Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on
     # the text
     tokenizer_name: Free[str | None] = None
     # Tokens of the BPE that is trained if there is no tokenizer, 256 of them bytes
     vocab_size: Annotated[int, within(at_least=300)] = 4096
-    preprocess_only: Free[bool] = False  # Prepare tokenizer and tokens, then exit
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        needs_all = (
-            "preprocess_only",
-            "validation_file",
-            "validation_split_name",
-            "mix_weights",
-            "isolate_documents",
-        )
-        wrong = [f"--{name}" for name in needs_all if getattr(self, name)]
-        if self.streaming and wrong:
-            raise ConfigError(f"--streaming does not work with {' and '.join(wrong)}: drop one")
-        if self.shuffle_window and not self.streaming:
-            raise ConfigError(
-                "--shuffle_window is for --streaming; without it, the whole "
-                "corpus is shuffled: drop it"
-            )
+    NEEDS_ALL = (
+        *StreamConfig.NEEDS_ALL,
+        "validation_file",
+        "validation_split_name",
+        "isolate_documents",
+    )
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,12 @@ class SamplesConfig(RecordsConfig):
 
 
 @dataclass(frozen=True)
-class ChatConfig(SamplesConfig):
+class ChatConfig(SamplesConfig, StreamConfig):
     """Conversations, or prompts with completions, or text."""
 
     # Tokens that the loss counts: every assistant turn (or the completion), the last one only, or
     # all tokens. Turns with "weight": 0 count only with all
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    preprocess_only: Free[bool] = False  # Prepare the data, print some samples, then exit
 
 
 @dataclass(frozen=True)
@@ -118,13 +124,6 @@ class PreferenceConfig(SamplesConfig):
     @property
     def row_length(self) -> int:
         return 2 * self.seq_length
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mix_weights:
-            raise ConfigError(
-                "--mix_weights does not work with pairs of answers: put them into one data set"
-            )
 
 
 @dataclass(frozen=True)

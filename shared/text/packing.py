@@ -2,8 +2,6 @@
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.data.loader import cu_seqlens_of
-from shared.data.order import IGNORED, Batch, Order, Row, permuted, training_order
+from shared.data.order import IGNORED, Batch, Row
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -158,39 +156,3 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
         "filled": np.array([len(row["labels"]) for row in rows]),
     }
     return {key: torch.from_numpy(value) for key, value in (batch | counts).items()}
-
-
-def grouped_order(
-    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float] = ()
-) -> Order:
-    """The order of training on rows that are not packed: in batches of similar lengths.
-
-    Args:
-        samples: has `lengths`; with `weights`, also `sources`.
-        weights: of a mixture's sources, or none.
-    """
-    if weights:
-        return training_order(samples, global_batch_size, seed, weights, lengths=samples.lengths)
-    return GroupedOrder(len(samples), global_batch_size, seed, lengths=samples.lengths)
-
-
-@dataclass(frozen=True)
-class GroupedOrder(Order):
-    """Global batches of similar lengths, for little padding: sorted within stretches of `GROUP`
-    batches.
-    """
-
-    lengths: np.ndarray = field(kw_only=True)
-    GROUP = 32
-
-    def indices(self, step: int) -> np.ndarray:
-        epoch, first = self.position(step)
-        stretch, batch = divmod(first // self.global_batch_size, self.GROUP)
-        size = self.GROUP * self.global_batch_size
-        stop = min((stretch + 1) * size, self.num_samples)
-        chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
-        chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
-        full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
-        if batch < full:
-            batch = int(permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
-        return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]

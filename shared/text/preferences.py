@@ -13,9 +13,17 @@ from torch import nn
 
 from shared import demo
 from shared.data.loader import Loader, Share
-from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
+from shared.data.notes import Notes
+from shared.data.order import (
+    IGNORED,
+    Batch,
+    EvenSubset,
+    GroupedOrder,
+    Order,
+    Row,
+    training_order,
+)
 from shared.data.records import Source
-from shared.data.store import Notes
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
@@ -23,7 +31,7 @@ from shared.text import chat
 from shared.text.forms import Messages, read_list, require_columns
 from shared.text.loaders import ChatData, choose_packing
 from shared.text.options import PreferenceConfig
-from shared.text.packing import GroupedOrder, collate_packed, collate_padded, joined
+from shared.text.packing import collate_packed, collate_padded, joined
 from shared.training import defaults
 
 if TYPE_CHECKING:
@@ -134,7 +142,7 @@ class ToPairs(chat.ToSamples):
         most = self.seq_length + 1
         longest = max(len(ids) for ids, _ in encoded)
         if longest > most:
-            notes.add_cut(longest - 1)
+            notes.add_cut(longest - 1, where)
         parts = [(ids[:most], learned[:most]) for ids, learned in encoded]
         if encoded[0][0] == encoded[1][0]:
             notes.add("same", where)
@@ -163,6 +171,7 @@ class Pairs:
             )
         self.samples = samples
         self.end = samples.end
+        self.sources = {name: count // 2 for name, count in samples.sources.items()}
         self.lengths = samples.lengths[::2] + samples.lengths[1::2]
         # log-probabilities of both answers, where they are used
         self.reference = np.zeros((len(self), 2), np.float32)
@@ -259,7 +268,7 @@ def arrange(setup: Any, model: nn.Module, train: Pairs, held_out: Pairs) -> Chat
     share = sharding.share(setup.accelerator)
     workers = batch.dataloader_num_workers or 0
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
-    order = GroupedOrder(count, batch.size, batch.seed, lengths=train.lengths)
+    order = training_order(train, batch, options, is_padded=True)
     loader = Loader(
         train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )

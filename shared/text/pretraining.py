@@ -69,7 +69,7 @@ def open_data(setup: Any, *, as_in_training: bool = False) -> CorpusData:
             options, tokenizer, config.seq_length, isolate=options.isolate_documents
         )
         batch.require_full_batch(len(text.train), f"sequences of --seq_length {config.seq_length}")
-        order = training_order(text.train, batch.size, batch.seed, options.mix_weights)
+        order = training_order(text.train, batch, options)
         train = Loader(
             text.train,
             collate,
@@ -84,6 +84,7 @@ def open_data(setup: Any, *, as_in_training: bool = False) -> CorpusData:
         about = text.about
         fingerprint = text.fingerprint
         bytes_per_token = text.bytes_per_token
+        setup.describe_data(text.train, held_out, tokenizer)
     setup.about["data"] = about
     chosen = EvenSubset(held_out, options.eval_samples)
     at_once = batch.per_device_eval_batch_size

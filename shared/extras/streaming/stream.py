@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from shared.config.options import BatchConfig
 from shared.data import prepared
 from shared.data.loader import Share, Window, parallel_map, to_device
+from shared.data.notes import Notes
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
-from shared.data.store import Notes, batches
+from shared.data.store import batches
 from shared.extras.streaming.sources import Cursor, StreamSource
 from shared.models.tokenizers import identity_of
 from shared.process.errors import CleanExit, ConfigError
@@ -34,41 +36,36 @@ if TYPE_CHECKING:
 BEGIN = Cursor()
 
 
-class Stream:
-    """Sequences of a source that is read during training, for a corpus too large for the disk.
+class Streamed(ABC):
+    """Samples of a source that is read during training. Has the interface of `loader.Loader`.
 
     Every rank reads the same stream and keeps its own rows of each global batch, so the samples of
     a step are the same on any number of processes. The ranks of a machine share the work to
     tokenise it, in processes that run ahead. The order is that of the source, shuffled within
-    windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place in the
-    source goes into the checkpoints, so that resuming is a jump where the source can be read from
-    any record on.
+    windows. Nothing is kept. Each step's place in the source goes into the checkpoints, so that
+    resuming is a jump where the source can be read from any record on.
+
+    Args:
+        source: to read.
+        options: a `StreamConfig`.
+        batch: sizes and seed.
+        share: of this process.
+        unit: what a mark's tokens count for a sample.
 
     Attributes:
         place: of the checkpoint that the run continues from, as `Window.place` gave it.
-        held_out_before: number of the first document after which none is held out. `held_out` finds
-            it.
     """
 
     def __init__(
-        self,
-        source: StreamSource,
-        tokenizer: PreTrainedTokenizerBase,
-        seq_length: int,
-        options: CorpusConfig,
-        batch: BatchConfig,
-        share: Share,
+        self, source: StreamSource, options: Any, batch: BatchConfig, share: Share, unit: int
     ) -> None:
         self.source = source
-        self.tokenizer = tokenizer
-        self.seq_length = seq_length
-        self.column = options.text_column
-        self.validation_percent = options.validation_split_percentage
         self.shuffle_window = max(1, options.shuffle_window)
         self.global_batch_size = batch.size
         self.per_device = batch.micro_batch()[0]
         self.seed = batch.seed
         self.share = share
+        self.unit = unit
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
         # its ranks; of their own, since replicas that train apart send other things meanwhile
@@ -77,52 +74,51 @@ class Stream:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.notes = Notes()  # of the records that were read so far
         self.place: dict[str, Any] | None = None
-        self.held_out_before: int | None = None
 
     steps_per_epoch: int | None = None
-    one_shape = True
+    one_shape = False
     multiple = 1
 
+    @abstractmethod
+    def identity(self) -> str:
+        """Changes when the samples do."""
+
+    @abstractmethod
     def sequences(
-        self,
-        *,
-        validation: bool,
-        first: int = 0,
-        mark: Cursor = BEGIN,
-        marks: list[Cursor] | None = None,
-    ) -> Iterator[np.ndarray]:
-        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
+        self, *, first: int = 0, mark: Cursor = BEGIN, marks: list[Cursor] | None = None
+    ) -> Iterator[Any]:
+        """Samples to train on.
 
         Args:
-            validation: which split.
-            first: number of the first sequence.
-            mark: where to begin to read, before that sequence.
-            marks: later marks are added to it, when their tokens are read.
+            first: number of the first one.
+            mark: where to begin to read, before it.
+            marks: later marks are added to it, when what follows them is read.
         """
-        held = np.zeros(0, np.int64)
-        place = mark.tokens
-        skip = first * self.seq_length - place
-        for begins, kept, _ in self._of_split(mark, validation=validation):
-            if marks is not None and begins is not None:
-                marks.append(replace(begins, tokens=place))
-            place += len(kept)
-            held = np.concatenate([held, kept[skip:]])
-            skip = max(0, skip - len(kept))
-            stops = range(self.seq_length, len(held), self.seq_length)
-            for stop in stops:
-                yield held[stop - self.seq_length : stop + 1]
-            held = held[len(stops) * self.seq_length :]
 
-    def _of_split(
-        self, mark: Cursor, *, validation: bool
-    ) -> Iterator[tuple[Cursor | None, np.ndarray, np.ndarray]]:
-        """The mark of a chunk, [tokens] int64 of a split in it, and the document of each token."""
-        for begins, tokens, lengths, documents in self._tokenised(mark):
-            is_held_out = is_validation(documents, self.validation_percent)
-            if self.held_out_before is not None:
-                is_held_out &= documents < self.held_out_before
-            chosen = np.repeat(is_held_out == validation, lengths)
-            yield begins, tokens[chosen].astype(np.int64), np.repeat(documents, lengths)[chosen]
+    @abstractmethod
+    def _chunks(self, mark: Cursor) -> Iterator[tuple[Cursor | None, list[Any]]]:
+        """Batches of what is to be tokenised from a mark on, and a mark if reading can begin
+        there.
+        """
+
+    @abstractmethod
+    def _work(self) -> Any:
+        """What tokenises a chunk, in another process."""
+
+    @abstractmethod
+    def _targets(self, samples: list[Any]) -> int:
+        """What the loss of these samples counts."""
+
+    @abstractmethod
+    def _batch(self, samples: list[Any]) -> Batch:
+        """These samples on the device."""
+
+    def _reader(self, mark: Cursor) -> tuple[StreamSource, Cursor]:
+        """(the source from a mark on, a cursor that moves with it)."""
+        cursor = replace(mark)
+        if (read_from := self.source.read_from) is None:
+            return self.source, cursor
+        return replace(self.source, read=lambda: read_from(cursor)), cursor
 
     def _tokenised(self, mark: Cursor) -> Iterator[tuple[Any, ...]]:
         """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and
@@ -133,8 +129,7 @@ class Stream:
         """
         size, rank = (self._machine.size(), self._machine.rank()) if self._machine else (1, 0)
         chunks = islice(self._chunks(mark), rank, None, size)
-        tokenise = partial(_chunk, EncodeDocuments(self.tokenizer, self.column))
-        own = parallel_map(tokenise, chunks, self.processes)
+        own = parallel_map(self._work(), chunks, self.processes)
         while True:
             found: list[Any] = [None] * size
             try:
@@ -150,22 +145,6 @@ class Stream:
                     raise each
                 yield each
 
-    def _chunks(self, mark: Cursor) -> Iterator[tuple[Cursor | None, list[Piece]]]:
-        """Batches of pieces from a mark on, and a mark if a record begins a document there."""
-        source = self.source
-        cursor = replace(mark)  # which moves
-        if (read_from := source.read_from) is not None:
-            source = replace(source, read=lambda: read_from(cursor))
-
-        def marked() -> Iterator[tuple[Cursor | None, Piece]]:
-            for piece in pieces(source, self.column, self.notes, mark.document):
-                _, document, _, before = piece
-                begins = read_from is not None and not before
-                yield replace(cursor, document=document) if begins else None, piece
-
-        for chunk in batches(marked(), lambda item: len(item[1][0])):
-            yield chunk[0][0], [piece for _, piece in chunk]
-
     def _shuffled(
         self, sequences: Iterator[np.ndarray], epoch: int, first: int
     ) -> Iterator[tuple[int, np.ndarray]]:
@@ -177,50 +156,6 @@ class Stream:
             for i in permute(np.arange(len(window)), len(window), key).tolist():
                 yield first + i, window[i]
             first += len(window)
-
-    def identity(self) -> str:
-        """Changes when the samples do."""
-        return prepared.fingerprint(
-            source=self.source.identity(),
-            tokenizer=identity_of(self.tokenizer),
-            column=self.column,
-            percent=self.validation_percent,
-            length=self.seq_length,
-            before=self.held_out_before,
-        )
-
-    def held_out(self, count: int) -> list[Row]:
-        """The first `count` validation sequences. No document after the last one that they need is
-        held out.
-
-        Raises:
-            ConfigError: there is not one sequence.
-        """
-        self.held_out_before = None
-        wanted = count * self.seq_length + 1
-        tokens = np.zeros(0, np.int64)
-        for _, kept, documents in self._of_split(BEGIN, validation=True):
-            missing = wanted - len(tokens)
-            tokens = np.concatenate([tokens, kept])
-            if len(kept) >= missing:
-                self.held_out_before = int(documents[missing - 1]) + 1
-                break
-        starts = range(0, min(len(tokens), wanted) - self.seq_length, self.seq_length)
-        rows = [tokens[start : start + self.seq_length + 1] for start in starts]
-        if not rows:
-            raise ConfigError(
-                f"{self.source.name}: a stream is validated on whole documents, and "
-                f"{self.validation_percent:g} % of them "
-                "make no sequence: raise --validation_split_percentage, or drop --streaming"
-            )
-        return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
-
-    def longest(self, rows: int) -> Batch:
-        """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
-        long.
-        """
-        first = next(self.sequences(validation=False))
-        return self._batch([first] * rows)
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
@@ -260,14 +195,14 @@ class Stream:
             begins_epoch = first == 0
             marks = [mark]
             window = first - first % self.shuffle_window
-            read = self.sequences(validation=False, first=window, mark=mark, marks=marks)
+            read = self.sequences(first=window, mark=mark, marks=marks)
             shuffled = islice(self._shuffled(read, epoch, window), first - window, None)
             while len(batch := list(islice(shuffled, self.global_batch_size))) == (
                 self.global_batch_size
             ):
                 first = first + self.global_batch_size
                 window = first - first % self.shuffle_window
-                while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
+                while len(marks) > 1 and marks[1].tokens <= window * self.unit:
                     del marks[0]
                 yield batch, {"epoch": epoch, "first": first, "mark": [*vars(marks[0]).values()]}
             if begins_epoch and first == 0:
@@ -285,13 +220,142 @@ class Stream:
         split = micro_batches(numbers, share.rank, share.world_size, self.per_device)
         return Window(
             [self._batch([sequences[i][1] for i in indices]) for indices in split],
-            len(sequences) * self.seq_length,
+            self._targets([sample for _, sample in sequences]),
             len(sequences),
             place["epoch"],
             None,
             np.array([number for number, _ in sequences])[split],
             place=place,
         )
+
+
+class Stream(Streamed):
+    """Sequences of tokens for pretraining, of a corpus too large for the disk.
+
+    Attributes:
+        held_out_before: number of the first document after which none is held out. `held_out` finds
+            it.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        tokenizer: PreTrainedTokenizerBase,
+        seq_length: int,
+        options: CorpusConfig,
+        batch: BatchConfig,
+        share: Share,
+    ) -> None:
+        super().__init__(source, options, batch, share, seq_length)
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.column = options.text_column
+        self.validation_percent = options.validation_split_percentage
+        self.held_out_before: int | None = None
+
+    one_shape = True
+
+    def _work(self) -> Any:
+        return partial(_chunk, EncodeDocuments(self.tokenizer, self.column))
+
+    def _targets(self, sequences: list[np.ndarray]) -> int:
+        return len(sequences) * self.seq_length
+
+    def sequences(
+        self,
+        *,
+        validation: bool = False,
+        first: int = 0,
+        mark: Cursor = BEGIN,
+        marks: list[Cursor] | None = None,
+    ) -> Iterator[np.ndarray]:
+        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
+
+        Args:
+            validation: which split.
+            first: number of the first sequence.
+            mark: where to begin to read, before that sequence.
+            marks: later marks are added to it, when their tokens are read.
+        """
+        held = np.zeros(0, np.int64)
+        place = mark.tokens
+        skip = first * self.seq_length - place
+        for begins, kept, _ in self._of_split(mark, validation=validation):
+            if marks is not None and begins is not None:
+                marks.append(replace(begins, tokens=place))
+            place += len(kept)
+            held = np.concatenate([held, kept[skip:]])
+            skip = max(0, skip - len(kept))
+            stops = range(self.seq_length, len(held), self.seq_length)
+            for stop in stops:
+                yield held[stop - self.seq_length : stop + 1]
+            held = held[len(stops) * self.seq_length :]
+
+    def _of_split(
+        self, mark: Cursor, *, validation: bool
+    ) -> Iterator[tuple[Cursor | None, np.ndarray, np.ndarray]]:
+        """The mark of a chunk, [tokens] int64 of a split in it, and the document of each token."""
+        for begins, tokens, lengths, documents in self._tokenised(mark):
+            is_held_out = is_validation(documents, self.validation_percent)
+            if self.held_out_before is not None:
+                is_held_out &= documents < self.held_out_before
+            chosen = np.repeat(is_held_out == validation, lengths)
+            yield begins, tokens[chosen].astype(np.int64), np.repeat(documents, lengths)[chosen]
+
+    def _chunks(self, mark: Cursor) -> Iterator[tuple[Cursor | None, list[Piece]]]:
+        source, cursor = self._reader(mark)
+
+        def marked() -> Iterator[tuple[Cursor | None, Piece]]:
+            for piece in pieces(source, self.column, self.notes, mark.document):
+                _, document, _, before = piece
+                begins = source.read_from is not None and not before
+                yield replace(cursor, document=document) if begins else None, piece
+
+        for chunk in batches(marked(), lambda item: len(item[1][0])):
+            yield chunk[0][0], [piece for _, piece in chunk]
+
+    def identity(self) -> str:
+        return prepared.fingerprint(
+            source=self.source.identity(),
+            tokenizer=identity_of(self.tokenizer),
+            column=self.column,
+            percent=self.validation_percent,
+            length=self.seq_length,
+            before=self.held_out_before,
+        )
+
+    def held_out(self, count: int) -> list[Row]:
+        """The first `count` validation sequences. No document after the last one that they need is
+        held out.
+
+        Raises:
+            ConfigError: there is not one sequence.
+        """
+        self.held_out_before = None
+        wanted = count * self.seq_length + 1
+        tokens = np.zeros(0, np.int64)
+        for _, kept, documents in self._of_split(BEGIN, validation=True):
+            missing = wanted - len(tokens)
+            tokens = np.concatenate([tokens, kept])
+            if len(kept) >= missing:
+                self.held_out_before = int(documents[missing - 1]) + 1
+                break
+        starts = range(0, min(len(tokens), wanted) - self.seq_length, self.seq_length)
+        rows = [tokens[start : start + self.seq_length + 1] for start in starts]
+        if not rows:
+            raise ConfigError(
+                f"{self.source.name}: a stream is validated on whole documents, and "
+                f"{self.validation_percent:g} % of them "
+                "make no sequence: raise --validation_split_percentage, or drop --streaming"
+            )
+        return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+
+    def longest(self, rows: int) -> Batch:
+        """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
+        long.
+        """
+        first = next(self.sequences())
+        return self._batch([first] * rows)
 
     def _batch(self, sequences: list[np.ndarray]) -> Batch:
         tokens = torch.from_numpy(np.stack(sequences))

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared.data.notes import Notes
 from shared.data.order import IGNORED, Batch, Row
-from shared.data.store import Encoded, Notes
+from shared.data.store import Encoded
 from shared.extras.vision.forms import in_parts, take_images
 from shared.extras.vision.pictures import Picture, find, open_picture, shrunk
 from shared.extras.vision.processing import ImageProcessor

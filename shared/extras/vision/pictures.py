@@ -49,7 +49,7 @@ def find(reference: Any, where: str, config: VisionConfig) -> Picture:
     """
     try:
         path = _path_of(reference, where, config)
-        size = check(path)
+        size, _, _ = check(path)
         digest = zlib.crc32(read(path)[: 2**16]) ^ path.stat().st_size
     except (OSError, ValueError) as error:  # and of base64
         raise BadImage(first_line(error)) from None
