@@ -220,7 +220,7 @@ def draw(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def draw_grouped(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.text.packing import GroupedOrder
+    from shared.data.order import GroupedOrder
 
     order = GroupedOrder(options.size, BATCH, 0, lengths=lengths_of(options.size))
     return lambda: order.indices(steps_per_epoch(options) // 2)
@@ -333,7 +333,7 @@ def open_images(options: argparse.Namespace) -> Callable[[], Any]:
     from shared.images.options import ImageConfig
 
     config: Any = ImageConfig(train_dir=(pictures(options),))
-    files._find_bad = lambda *_, **__: []  # type: ignore[assignment]  # the check itself is not measured
+    files._look = lambda found: ([], np.zeros(len(found), files.LOOKS))  # type: ignore[assignment]  # the check itself is not measured
     files.prepare(config)
     return lambda: files.prepare(config)
 

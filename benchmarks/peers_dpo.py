@@ -78,10 +78,9 @@ def trl(options: argparse.Namespace) -> Any:
     from trl import DPOConfig, DPOTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    from shared.data.order import Order
+    from shared.data.order import GroupedOrder, Order
     from shared.models.tokenizers import load_tokenizer
     from shared.text.options import PreferenceConfig
-    from shared.text.packing import GroupedOrder
     from shared.text.preferences import read_pairs
 
     run = Path(options.run_dir)

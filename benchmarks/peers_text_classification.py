@@ -80,10 +80,10 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
         TrainingArguments,
     )
 
+    from shared.data.order import GroupedOrder
     from shared.models.tokenizers import load_tokenizer
     from shared.text import labelled
     from shared.text.options import LabelledTextConfig
-    from shared.text.packing import grouped_order
 
     folder = Path(options.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "bert")
@@ -96,7 +96,7 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
     chosen = list(range(len(texts)))
     strategy = "group_by_length" if options.work == "Trainer, grouped" else "random"
     if options.work == "Trainer, same batches":
-        order = grouped_order(texts, options.batch_size, 0)
+        order = GroupedOrder(len(texts), options.batch_size, 0, lengths=texts.lengths)
         chosen, strategy = [int(i) for step in range(options.steps) for i in order.indices(step)], "sequential"
     rows = [texts[number] for number in chosen]
     data = Dataset.from_dict({key: [row[key].tolist() for row in rows] for key in rows[0]})

@@ -190,6 +190,9 @@ def template_intervals(run_dir: Path, unit: str) -> list[Row]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rate = f"processed_{unit}_per_second"
     rows = [row for row in map(json.loads, lines) if rate in row]
+    if len(rows) > 2 and rows[2]["step"] == 2 * rows[1]["step"]:  # the first step has a line of its own
+        first = rows.pop(0)
+        rows[0]["loss"] += (first["loss"] - rows[0]["loss"]) / rows[0]["step"]
     return [{"step": row["step"], "loss": row["loss"], f"{unit}_per_second": row[rate]} for row in rows]
 
 

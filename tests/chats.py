@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from shared.data.store import Notes
+from shared.data.notes import Notes
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise
 

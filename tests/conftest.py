@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -14,10 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 from unittest import mock
 
 import pytest
@@ -29,9 +33,11 @@ from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
 from tests.launcher import blank
+from tools.extras import EXTRAS, extra_files
 from tools.new import imports
 
 ROOT = Path(__file__).resolve().parent.parent
+SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
 
 
@@ -69,6 +75,53 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
     return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
+# An extra may be deleted ------------------------------------------------------------------------------------------------
+
+MISSING = [extra for extra in EXTRAS if not any(path.is_file() for path in extra_files(extra))]
+
+
+class Missing(types.ModuleType):
+    """In place of a deleted extra, or of what a test imports from it: whoever uses it fails, and so is skipped."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> "Missing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(self.__name__)
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise ImportError(f"{self.__name__.replace('.', '/')} is not in this project")
+
+
+class FindsMissing:
+    """Imports deleted extras as `Missing`."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        is_missing = name.startswith("shared.extras.") and name.split(".")[2] in MISSING
+        return ModuleSpec(name, self, is_package=True) if is_missing else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> Missing:
+        return Missing(".".join(spec.name.split(".")[:3]))
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+if MISSING:
+    sys.meta_path.insert(0, FindsMissing())  # type: ignore[arg-type]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """A test that fails because the extra which it asks for was deleted is skipped, with the line that says so."""
+    report = yield
+    said = re.findall(r"shared/extras/(\w+) is not in this project", report.longreprtext) if report.failed else []
+    if missing := [extra for extra in said if extra in MISSING]:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: extras/{missing[0]} was deleted")
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def offline(tmp_path_factory):
     """No network, no tracker's login, and one cache of prepared data for the whole session."""
@@ -88,7 +141,7 @@ def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def instead(flags: tuple, flag: str, value: object) -> tuple:
+def instead(flags: Sequence, flag: str, value: object) -> tuple:
     """These flags with another value of one."""
     at = flags.index(flag) + 1
     return (*flags[:at], value, *flags[at + 1 :])
@@ -163,15 +216,16 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny-model"))
 
 
-def paint(path: Path, kind: int, number: int, size: tuple[int, int]) -> None:
-    """A picture whose class shows in where it is bright, with noise."""
+def paint(path: Path, kinds: int | Sequence[int], number: int, size: tuple[int, int]) -> None:
+    """A picture whose class, or classes, show in where it is bright, with noise."""
     import numpy as np
     from PIL import Image
 
-    rng = np.random.default_rng((kind, number))
-    pixels = rng.integers(0, 90, (size[1], size[0], 3))
+    kinds = [kinds] if isinstance(kinds, int) else kinds
+    pixels = np.random.default_rng((*kinds, number)).integers(0, 90, (size[1], size[0], 3))
     height = size[1] // 3
-    pixels[kind * height : (kind + 1) * height, :, kind] += 150
+    for kind in kinds:
+        pixels[kind * height : (kind + 1) * height, :, kind] += 150
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels.astype(np.uint8)).save(path)
 
@@ -305,6 +359,11 @@ class Run:
         return load_file(path)
 
 
+def exit_of(folder: Path) -> dict:
+    """How a run has ended."""
+    return json.loads((folder / "exit.json").read_text())
+
+
 def free_port() -> int:
     """A port to listen on, outside the range from which outgoing connections take theirs."""
     while True:
@@ -320,12 +379,8 @@ def command(
     """The arguments of `accelerate launch` for a template, in fp32; several processes rehearse `config` (ddp) on CPU."""
     launcher: list[object] = []
     if processes > 1 or config:
-        launcher += [
-            "--config_file",
-            ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml",
-            "--mixed_precision",
-            precision,
-        ]
+        file = ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"
+        launcher += ["--config_file", file, "--mixed_precision", precision]
         launcher += ["--num_processes", processes, "--main_process_port", free_port()]
     common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
     return [*map(str, [*launcher, ROOT / "templates" / f"{template}.py", *common, *args])]
@@ -443,6 +498,31 @@ def run(template: str, folder: Path, *args: object, check: bool = True, env: dic
     if check:
         assert code == 0, output
     return Run(folder, code, output)
+
+
+def with_fault(template: str, folder: Path, fault: str, *args: object, **kwargs) -> Run:
+    """`run` with a fault on purpose (fault_actions.py), which may end it."""
+    return run(template, folder, *args, env={"TEMPLATES_FAULT": fault}, check=False, **kwargs)
+
+
+def compare_families(what: str, config: str, folder: Path, families: Sequence[str]) -> str:
+    """The output of compare_families.py on the two processes of a launch config."""
+    argv = ["--config_file", ROOT / f"accelerate_configs/{config}.yaml", "--mixed_precision", "no"]
+    argv += ["--main_process_port", free_port(), ROOT / "tests/compare_families.py", what, folder, *families]
+    code, output = LAUNCHER.run([*map(str, argv)], dict(os.environ), timeout=1800)
+    assert code == 0, output
+    return output
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """A function that puts a fault into the next run in this process."""
+
+    def plan(where: str) -> None:
+        monkeypatch.setattr("tests.fault_actions._seen", Counter())
+        monkeypatch.setenv("TEMPLATES_FAULT", where)
+
+    return plan
 
 
 _imports: dict[bytes, tuple[tuple[str, bool], ...]] = {}

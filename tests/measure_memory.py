@@ -33,16 +33,8 @@ from recipe_table import traced_peak  # noqa: E402
 
 from tests.small_models import architectures  # noqa: E402
 
-SHAPE = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 384,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"intermediate_size": 384, "vocab_size": 1024, "max_position_embeddings": 1024, "tie_word_embeddings": True}
 ROWS, LENGTH, LONG = 2, 256, 512
 
 

@@ -1,9 +1,6 @@
 """Checkpoints of many model families with small random weights, as the Hub holds them.
 
-    make("qwen3_5", folder)  # returns the class that the family's real checkpoints name in `architectures`
-
-A family's entry has the class, what its config needs beside `SIZES`, and the name of a weight that its real checkpoints
-have and the class does not load, such as the extra blocks that predict more than one token.
+make("qwen3_5", folder)  # returns the class that the family's real checkpoints name in `architectures`
 """
 
 import copy
@@ -42,7 +39,6 @@ WINDOWS = ["sliding_attention", "full_attention"]
 HYBRID = ["linear_attention", "full_attention"]
 TEXT, VISION = "text_config", "vision_config"
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
-SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 GEMMA4 = {TEXT: {"layer_types": WINDOWS, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096}}
 GEMMA4[TEXT] |= {"enable_moe_block": True, "top_k_experts": 2}
 QWEN4: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_layer_ids": [1]}
@@ -50,76 +46,57 @@ QWEN4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 100, "split_ngram_parts
 QWEN4 |= {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4}
 DEEPSEEK4: dict[str, Any] = {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
 DEEPSEEK4 |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
-GLM5: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]}
-GLM5 |= {"qk_rope_head_dim": 0}
+GLM4 = MROPE | {"first_k_dense_replace": 1, "head_dim": 16}
+GLM5: dict[str, Any] = {"layer_types": QWEN4["layer_types"], "mlp_layer_types": ["dense", "sparse"], "qk_rope_head_dim": 0}
+LONGCAT = {"num_layers": 1, "zero_expert_num": 1, "moe_topk": 2}
 
-# family: (class in `architectures`, changes to its config, a weight that its class leaves in the file)
+
+def _plain(ending: str = "ForCausalLM", **names: str) -> dict[str, tuple[str, dict[str, Any], str | None]]:
+    """Families whose config needs only `SIZES`, with the beginnings of their classes."""
+    return {family: (name + ending, {}, None) for family, name in names.items()}
+
+
+# family: (class in `architectures`, changes to its config, a weight that its class leaves in the file: of extra blocks)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     # dense
     "gpt2": ("GPT2LMHeadModel", {}, None),
-    "llama": ("LlamaForCausalLM", {}, None),
-    "mistral": ("MistralForCausalLM", {}, None),
-    "qwen2": ("Qwen2ForCausalLM", {}, None),
-    "qwen3": ("Qwen3ForCausalLM", {}, None),
-    "gemma2": ("Gemma2ForCausalLM", {}, None),
+    **_plain(llama="Llama", mistral="Mistral", qwen2="Qwen2", qwen3="Qwen3", gemma2="Gemma2"),
     "gemma3_text": ("Gemma3ForCausalLM", {"layer_types": WINDOWS}, None),
-    "phi3": ("Phi3ForCausalLM", {}, None),
-    "gpt_neox": ("GPTNeoXForCausalLM", {}, None),
-    "opt": ("OPTForCausalLM", {}, None),
-    "falcon": ("FalconForCausalLM", {}, None),
-    "olmo2": ("Olmo2ForCausalLM", {}, None),
+    **_plain(phi3="Phi3", gpt_neox="GPTNeoX", opt="OPT", falcon="Falcon", olmo2="Olmo2"),
     "olmo3": ("Olmo3ForCausalLM", {"layer_types": WINDOWS}, None),
-    "granite": ("GraniteForCausalLM", {}, None),
-    "glm4": ("Glm4ForCausalLM", {}, None),
-    "cohere": ("CohereForCausalLM", {}, None),
+    **_plain(granite="Granite", glm4="Glm4", cohere="Cohere"),
     "cohere2": ("Cohere2ForCausalLM", {"layer_types": WINDOWS}, None),
-    "ministral3": ("Ministral3ForCausalLM", {}, None),
+    **_plain(ministral3="Ministral3"),
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, None),
-    "nanochat": ("NanoChatForCausalLM", {}, None),
-    "ernie4_5": ("Ernie4_5ForCausalLM", {}, None),
-    "seed_oss": ("SeedOssForCausalLM", {}, None),
+    **_plain(nanochat="NanoChat", ernie4_5="Ernie4_5", seed_oss="SeedOss"),
     "exaone4": ("Exaone4ForCausalLM", {"layer_types": WINDOWS}, None),
-    "apertus": ("ApertusForCausalLM", {}, None),
-    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {}, None),
-    "nemotron": ("NemotronForCausalLM", {}, None),
-    "arcee": ("ArceeForCausalLM", {}, None),
-    "starcoder2": ("Starcoder2ForCausalLM", {}, None),
+    **_plain(apertus="Apertus", hunyuan_v1_dense="HunYuanDenseV1", nemotron="Nemotron", arcee="Arcee"),
+    **_plain(starcoder2="Starcoder2"),
     # sparse
-    "mixtral": ("MixtralForCausalLM", {}, None),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {}, None),
+    **_plain(mixtral="Mixtral", qwen3_moe="Qwen3Moe"),
     "gpt_oss": ("GptOssForCausalLM", {"layer_types": WINDOWS}, None),
-    "mistral4": ("Mistral4ForCausalLM", {}, None),
+    **_plain(mistral4="Mistral4"),
     "glm4_moe": ("Glm4MoeForCausalLM", {"first_k_dense_replace": 1}, "model.layers.46.eh_proj.weight"),
-    "minimax_m2": ("MiniMaxM2ForCausalLM", {}, None),
+    **_plain(minimax_m2="MiniMaxM2"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 1}, "model.layers.61.eh_proj.weight"),
     "dots1": ("Dots1ForCausalLM", {"first_k_dense_replace": 1}, None),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {}, "model.mtp_block.0.weight"),
-    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}, None),
-    "olmoe": ("OlmoeForCausalLM", {}, None),
+    **_plain(hunyuan_v1_moe="HunYuanMoEV1", olmoe="Olmoe"),
     "exaone_moe": ("ExaoneMoeForCausalLM", {"layer_types": WINDOWS}, "mtp.fc.weight"),
-    "granitemoe": ("GraniteMoeForCausalLM", {}, None),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", {}, None),
+    **_plain(granitemoe="GraniteMoe", qwen2_moe="Qwen2Moe"),
     "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {}, "model.mtp.layers.0.eh_proj.weight"),
-    "longcat_flash": (
-        "LongcatFlashForCausalLM",
-        {"num_layers": 1, "zero_expert_num": 1, "moe_topk": 2},
-        "model.mtp.layers.0.eh_proj.weight",
-    ),
+    "longcat_flash": ("LongcatFlashForCausalLM", LONGCAT, "model.mtp.layers.0.eh_proj.weight"),
     "deepseek_v4": ("DeepseekV4ForCausalLM", DEEPSEEK4, "mtp.0.eh_proj.weight"),
-    "hy_v4": ("HYV4ForCausalLM", {}, None),
+    **_plain(hy_v4="HYV4"),
     # of several kinds of layers
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, None),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, None),
-    "lfm3": (
-        "Lfm3ForCausalLM",
-        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "sliding_attention"]},
-        None,
-    ),
-    "mamba": ("MambaForCausalLM", {}, None),
+    "lfm3": ("Lfm3ForCausalLM", {"num_hidden_layers": 3, "layer_types": ["conv", *WINDOWS[::-1]]}, None),
+    **_plain(mamba="Mamba"),
     "mamba2": ("Mamba2ForCausalLM", {"head_dim": 8, "num_heads": 8}, None),
     "qwen3_next": ("Qwen3NextForCausalLM", {"layer_types": HYBRID}, "mtp.fc.weight"),
     "nemotron_h": ("NemotronHForCausalLM", {}, "mtp.layers.0.eh_proj.weight"),
-    "falcon_h1": ("FalconH1ForCausalLM", {}, None),
+    **_plain(falcon_h1="FalconH1"),
     "bamba": ("BambaForCausalLM", {"attn_layer_indices": [1]}, None),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, None),
     "jamba": ("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1}, None),
@@ -130,37 +107,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {TEXT: {"layer_types": HYBRID}}, "mtp.fc.weight"),
     "qwen4_exp": ("Qwen4ExpForConditionalGeneration", {TEXT: QWEN4}, "mtp.fc.weight"),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", {TEXT: MROPE}, None),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", {}, None),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", {}, None),
+    **_plain("ForConditionalGeneration", qwen3_vl="Qwen3VL", qwen3_vl_moe="Qwen3VLMoe"),
     "gemma3": ("Gemma3ForConditionalGeneration", {TEXT: {"layer_types": WINDOWS}}, None),
     "gemma4": ("Gemma4ForConditionalGeneration", GEMMA4, None),
-    "mistral3": ("Mistral3ForConditionalGeneration", {}, None),
+    **_plain("ForConditionalGeneration", mistral3="Mistral3"),
     # It sees all tokens of a sample: scores of a random indexer tie, and which token is chosen depends on the padding.
     "mistral_large4": ("MistralLarge4ForConditionalGeneration", {TEXT: {"index_topk": 128}}, None),
-    "internvl": ("InternVLForConditionalGeneration", {}, None),
-    "smolvlm": ("SmolVLMForConditionalGeneration", {}, None),
+    **_plain("ForConditionalGeneration", internvl="InternVL", smolvlm="SmolVLM"),
     "glm4v": ("Glm4vForConditionalGeneration", {TEXT: MROPE}, None),
-    "glm4v_moe": (
-        "Glm4vMoeForConditionalGeneration",
-        {TEXT: MROPE | {"first_k_dense_replace": 1, "head_dim": 16}},
-        "model.layers.46.eh_proj.weight",
-    ),
+    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", {TEXT: GLM4}, "model.layers.46.eh_proj.weight"),
     "glm5_next": ("Glm5NextForConditionalGeneration", {TEXT: GLM5}, "model.language_model.layers.45.eh_proj.weight"),
     "llama4": ("Llama4ForConditionalGeneration", {TEXT: {"no_rope_layers": [1, 0]}}, None),
     "lfm3_vl": ("Lfm3VlForConditionalGeneration", {TEXT: {"layer_types": ["conv", "full_attention"]}}, None),
-    "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", {}, None),
-    "step3p7": ("Step3p7ForConditionalGeneration", {TEXT: SPARSE}, None),
-    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", {}, None),
-    "muse_glimmer": ("MuseGlimmerForConditionalGeneration", {}, None),
+    **_plain("ForConditionalGeneration", minimax_m3_vl="MiniMaxM3Sparse"),
+    "step3p7": ("Step3p7ForConditionalGeneration", {TEXT: {"mlp_layer_types": ["dense", "sparse"]}}, None),
+    **_plain("ForConditionalGeneration", llava_onevision="LlavaOnevision", muse_glimmer="MuseGlimmer"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", {TEXT: {"first_k_dense_replace": 1}}, None),
 }
 
 # Families of tests/vision_models.py alone: what they learn of text is that of another here.
-MORE_THAT_SEE: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "idefics3": ("Idefics3ForConditionalGeneration", {}, None),
-    "paligemma": ("PaliGemmaForConditionalGeneration", {}, None),
-    "phi4_multimodal": ("Phi4MultimodalForCausalLM", {}, None),
-}
+MORE_THAT_SEE = _plain("ForConditionalGeneration", idefics3="Idefics3", paligemma="PaliGemma")
+MORE_THAT_SEE |= _plain(phi4_multimodal="Phi4Multimodal")
 
 
 def shape(config_class: Any, changes: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -203,9 +170,8 @@ def make(family: str, folder: Path, *, more_weights: bool = False, **changes: An
     config = model_class.config_class(**shape(model_class.config_class, own | changes, tokenizer))
     torch.manual_seed(SEED)
     model = model_class(config)
-    model.generation_config = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, temperature=0.7, do_sample=True
-    )
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model.generation_config = transformers.GenerationConfig(**ids, temperature=0.7, do_sample=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if hasattr(config, VISION):  # what the parts of a processor leave

@@ -1,7 +1,11 @@
 """What a plain loop needs, by hand: nothing of shared/, but for the number of rows that packing makes."""
 
+import math
+
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
 
 from shared.text import chat
 from shared.text.options import ChatConfig
@@ -40,13 +44,34 @@ def number_of_rows(tokenizer, chats, length: int) -> int:
     return len(Packed(chat.open_samples(settings, tokenizer)[0], length))
 
 
-def losses_of(model, ids, labels, mask, steps: int, rate: float):
-    """The loss of each step of AdamW with all samples at once, yielded before the next."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-    for _ in range(steps):
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def pixels_of(paths, size=16):
+    """[images, 3, size, size]: resized, and normalised by ImageNet's mean and deviation."""
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    images = [resize(pil_to_tensor(Image.open(path)), [size, size], InterpolationMode.BICUBIC) for path in paths]
+    return (torch.stack(images).float() / 255 - mean[:, None, None]) / std[:, None, None]
+
+
+def loss_of_chats(model, ids, labels, mask):
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def losses_of(model, loss_of, steps: int, rate: float, *, warmup=None, clip=math.inf, decays=lambda *_: False, beta=0.999):
+    """The loss of each step of AdamW, yielded after the update.
+
+    With `warmup`, the rate rises for so many steps and then falls as a cosine. Weights that `decays` names do so by 0.1.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for n, p in trained if decays(n, p) is on], "weight_decay": 0.1 * on} for on in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, beta))
+    for step in range(steps):
+        if warmup is not None:
+            falling = (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = rate * ((step + 1) / warmup if step < warmup else falling)
+        loss = loss_of()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         yield loss.item()

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import transformers
+
+from shared.models.classifier import name_classes
 
 VOCAB = 64
 
@@ -17,6 +20,8 @@ def architectures():
     latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32, "qk_nope_head_dim": 32}
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     mamba = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
+    mamba |= {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"]}
+    jamba = {"attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False}
     vision = {"hidden_size": 32, "intermediate_size": 64}
     siglip = vision | {"num_hidden_layers": 5, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     qwen = vision | {"num_heads": 2, "depth": 2, "out_hidden_size": 128, "deepstack_visual_indexes": [0]}
@@ -36,23 +41,9 @@ def architectures():
             **HEADS, **EXPERTS, **linear, num_hidden_layers=8, num_experts=8, shared_expert_intermediate_size=64
         ),
         "nemotron_h": transformers.NemotronHConfig(
-            **HEADS,
-            **EXPERTS,
-            **mamba,
-            **routed,
-            layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"],
-            moe_shared_expert_intermediate_size=64,
+            **HEADS, **EXPERTS, **mamba, **routed, moe_shared_expert_intermediate_size=64
         ),
-        "jamba": transformers.JambaConfig(
-            **WIDE,
-            num_experts=4,
-            num_experts_per_tok=2,
-            num_hidden_layers=8,
-            attn_layer_period=4,
-            attn_layer_offset=1,
-            mamba_d_state=4,
-            use_mamba_kernels=False,
-        ),
+        "jamba": transformers.JambaConfig(**WIDE, **jamba, num_experts=4, num_experts_per_tok=2, num_hidden_layers=8),
         "lfm2": transformers.Lfm2Config(**WIDE, num_hidden_layers=6, full_attn_idxs=[2, 4]),
         "mamba": transformers.MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4, state_size=4),
         "gemma3": transformers.Gemma3Config(text_config=HEADS | {"num_hidden_layers": 4}, vision_config=siglip),
@@ -91,3 +82,32 @@ def tokens(*shape, seed=0):
 def words(count: int) -> SimpleNamespace:
     """What the checks of a model ask of a tokenizer: its ids, here from 0 without gaps."""
     return SimpleNamespace(get_vocab=lambda: {str(number): number for number in range(count)})
+
+
+def of_images(name, classes):
+    """The config of a small classifier of images."""
+    if "timm" in name:
+        pytest.importorskip("timm")
+    patches = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    patches |= {"image_size": 32, "patch_size": 8}
+    windows = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+    stages = {"hidden_sizes": [8, 16], "depths": [2, 1]}
+    of_timm = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
+    kind, options = {
+        "vit": (transformers.ViTConfig, patches),
+        "deit": (transformers.DeiTConfig, patches | {"architectures": ["DeiTForImageClassification"]}),
+        "clip": (transformers.CLIPConfig, {"vision_config": patches}),
+        "swin": (transformers.SwinConfig, windows | {"image_size": 32, "patch_size": 4}),
+        "convnext": (transformers.ConvNextConfig, stages | {"num_stages": 2}),
+        "resnet": (transformers.ResNetConfig, stages | {"embedding_size": 8, "layer_type": "basic"}),
+        "timm": (transformers.TimmWrapperConfig, {"architecture": "resnet10t"}),
+        "timm's vit": (transformers.TimmWrapperConfig, {"architecture": "vit_tiny_patch16_224", "model_args": of_timm}),
+    }[name]
+    config = kind(**options, num_labels=len(classes))
+    name_classes(config, classes)
+    return config
+
+
+def on_meta(config, auto_class=transformers.AutoModelForCausalLM):
+    with torch.device("meta"):
+        return auto_class.from_config(config)

@@ -16,6 +16,7 @@ from shared.images.options import ImageConfig
 from shared.images.sources import list_files
 from shared.process.errors import ConfigError
 from tests.conftest import paint, run_here, write_lines
+from tests.security.conftest import TINY
 
 TEXTS = [f"the model reads line {number} of a text and says what comes next" for number in range(40)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -25,19 +26,12 @@ UNUSUAL = "naïve 🙂 👩‍👩‍👧 \u202bשלום עליכם\u202c مرح
 @pytest.fixture
 def attempt(tiny_model, architectures, image_folder, tmp_path):
     """`attempt(template, *flags)`: one step of a tiny run; the message of the ConfigError that ends it, or "" ."""
-    text = ("--model_name_or_path", tiny_model, "--validation_split_percentage", 20, "--eval_samples", 2, "--max_steps", 1)
-    base = {
-        "pretrain": (*text, "--seq_length", 16, "--global_batch_size", 2, "--optim", "adamw"),
-        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--show_answers", 0),
-        "image_classification": (
-            *("--config_name", architectures / "convnext", "--image_size", 16, "--max_steps", 1),
-            *("--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),
-        ),
-    }
+    of_text = ("--model_name_or_path", tiny_model, "--validation_split_percentage", 20)
 
     def attempt(template: str, *flags: object, output_dir: Path = tmp_path / "run") -> str:
+        more = ("--config_name", architectures / "convnext") if template == "image_classification" else of_text
         try:
-            run_here(template, *base[template], "--output_dir", output_dir, *flags)
+            run_here(template, *TINY[template], *more, "--output_dir", output_dir, *flags)
         except ConfigError as error:
             assert "\n" not in str(error) and "\r" not in str(error)
             return str(error)
@@ -79,10 +73,7 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
     [
         ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text; save it as UTF-8"),
         ("a.csv", b"text;label\na;b\n", ":1: ';' is between the columns: CSV has commas, TSV tabs"),
-        ("a.jsonl", LINES + b'{"text": "a\n', ":41: not valid JSON ("),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
-        ("a.csv", b"text,n\n" + b"a,1\n" * 30 + b"b\n", ":32: not as many fields as the header has"),
-        ("a.json", b'[{"text": "a"}, {"te', ":1: not valid JSON"),
         ("a.jsonl", b"\n \n\n", ": no "),
     ],
 )
@@ -146,15 +137,6 @@ def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
         assert str(caught.value) == f"{public}/class1/sub: Permission denied"
 
 
-def test_archives_are_not_unpacked(attempt, tmp_path):
-    for suffix in (".zip", ".tar.gz", ".7z"):
-        path = tmp_path / f"data{suffix}"
-        path.write_bytes(b"PK\3\4 or something else \xbc\xaf")
-        message = ": an archive: unpack it" if suffix != ".7z" else ":1: not UTF-8 text"
-        for template in ("pretrain", "lora_finetune"):
-            assert attempt(template, "--train_file", path).startswith(f"{path}{message}")
-
-
 @pytest.mark.parametrize(
     ("template", "flag", "message"),
     [
@@ -200,15 +182,6 @@ def test_a_tokenizer_without_a_padding_token_trains(attempt, model, lines, templ
     edit(model / "config.json", pad_token_id=None)
     assert AutoTokenizer.from_pretrained(model).pad_token is None
     assert attempt(template, "--model_name_or_path", model, "--train_file", lines, *flags) == ""
-
-
-@BOTH
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused(attempt, model, lines, template):
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["<one>", "<two>"])
-    tokenizer.save_pretrained(model)
-    message = attempt(template, "--model_name_or_path", model, "--train_file", lines)
-    assert message.startswith("the tokenizer has 322 tokens, the model only 320 embeddings: ")
 
 
 @BOTH

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from shared.config import parse as configs
 from shared.data import records
+from shared.data.notes import Notes
 from shared.data.records import Source
-from shared.data.store import Notes
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.redaction import redact
@@ -172,26 +172,14 @@ def FLAGS() -> st.SearchStrategy[str]:
     return st.sampled_from(sorted(names | {"config", "help"}))
 
 
-SPELLINGS = [
-    "--{}",
-    "--no_{}",
-    "--no-{}",
-    "-{}",
-    "{}",
-    *(f"--{{}}={value}" for value in ("", 1, "true", -1, "nan", "1e400", [1])),
-]
+SPELLINGS = ["--{}", "--no_{}", "--no-{}", "-{}", "{}"]
+SPELLINGS += [f"--{{}}={value}" for value in ("", 1, "true", -1, "nan", "1e400", [1])]
 VALUES = ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"]
 TOKENS = (
     st.builds(lambda flag, spelling: spelling.format(flag), FLAGS, st.sampled_from(SPELLINGS))
     | st.builds(lambda flag, value: f"--{flag}={value}", FLAGS, TEXT)
     | either(VALUES, TEXT)
 )
-
-
-@FUZZ
-@given(template=st.sampled_from(TEMPLATES), argv=st.lists(TOKENS, max_size=6))
-def test_any_command_line_gives_a_config_or_one_line(template, argv):
-    parses(template, argv)
 
 
 YAML_VALUES = st.recursive(
@@ -209,8 +197,8 @@ YAML = st.binary(max_size=60) | st.one_of(
 
 
 @FUZZ
-@given(template=st.sampled_from(TEMPLATES), content=YAML, argv=st.lists(TOKENS, max_size=1))
-def test_any_yaml_gives_a_config_or_one_line(tmp_path, template, content, argv):
+@given(template=st.sampled_from(TEMPLATES), content=st.none() | YAML, argv=st.lists(TOKENS, max_size=6))
+def test_any_command_line_and_any_yaml_give_a_config_or_one_line(tmp_path, template, content, argv):
     path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    parses(template, ["--config", str(path), *argv])
+    path.write_bytes(content or b"")
+    parses(template, [*([] if content is None else ["--config", str(path)]), *argv])

@@ -23,16 +23,8 @@ pytestmark = pytest.mark.skipif(
     not BASE or not shutil.which("buildah"), reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE"
 )
 NAME = "localhost/templates-test"
-SOURCES = (
-    ".dockerignore",
-    "Dockerfile",
-    "requirements.lock",
-    "requirements.txt",
-    "accelerate_configs",
-    "shared",
-    "templates",
-    "tools",
-)
+SOURCES = (".dockerignore", "Dockerfile", "requirements.lock", "requirements.txt")
+SOURCES += ("accelerate_configs", "shared", "templates", "tools")
 
 
 def buildah(*command: object) -> str:
@@ -164,6 +156,7 @@ def test_the_image_of_a_project(image, tmp_path):
     project = Image(f"{NAME}-project")
     assert project.default == ["accelerate", "launch", "train.py"]
     code, output = project.run("python", "smoke_test.py")
-    assert code == 0 and output.count("same, bit for bit") == 14, output
+    assert code == 0 and output.count("same, bit for bit") == 9, output
+    assert "right, as far as these runs can show it" in output
     buildah("rm", project.container)
     buildah("rmi", f"{NAME}-project")

@@ -18,7 +18,7 @@ from packaging.version import Version
 from shared.commands import run as command
 from shared.commands.verify_resume import compare
 from shared.process.signals import start_of
-from tests.conftest import LAUNCHER, ROOT, Run, Started, free_port, processes_on, run, slow
+from tests.conftest import LAUNCHER, ROOT, Run, Started, exit_of, free_port, processes_on, run, slow
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -38,10 +38,6 @@ def flags(text_file, tiny_model):
 def straight(flags, tmp_path_factory):
     """The same on two processes, left alone."""
     return run("pretrain", tmp_path_factory.mktemp("straight") / "run", *flags, processes=2)
-
-
-def exit_of(folder: Path) -> dict:
-    return json.loads((folder / "exit.json").read_text())
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, log: Path) -> None:
@@ -290,9 +286,8 @@ def test_slurm_cuts_weights_inside_nodes_and_learns_the_same(machines, slurm, fl
     env = slurm | node | {"RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "eth0"}
     env |= {"CONFIG": "multi_node_hsdp", "PROCESSES_PER_NODE": "2"}
     log = tmp_path / "log"
-    assert sbatch(env, log, "--mixed_precision", "no", "templates/pretrain.py", *flags).wait(timeout=300) == 0, (
-        log.read_text()
-    )
+    job = sbatch(env, log, "--mixed_precision", "no", "templates/pretrain.py", *flags)
+    assert job.wait(timeout=300) == 0, log.read_text()
     hsdp = Run(tmp_path / "run", 0, "")
     manifest = hsdp.manifest(STEPS)
     assert manifest["strategy"] == "HSDP 2 x 2 on cpu, fp32" and manifest["world_size"] == 4

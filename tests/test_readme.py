@@ -25,7 +25,7 @@ from shared.commands import ask
 from shared.config import parse as configs
 from shared.process import ranks
 from shared.text import forms, preferences
-from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here, save_classifier, write_lines
+from tests.conftest import LAUNCHER, ROOT, SHAPE, free_port, load_template, run_here, save_classifier, write_lines
 from tools.plan import PlanConfig
 
 README = (ROOT / "README.md").read_text()
@@ -57,7 +57,6 @@ KINDS = {
 SMALL = {"--num_processes": 2, "--parallelism_config_sp_size": 2, "--seq_length": 64, "--max_tokens": 1024}
 SMALL |= {"--global_batch_size": 8, "--per_device_train_batch_size": 2, "--vocab_size": 320, "--dataloader_num_workers": 1}
 SMALL |= {"--max_steps": 2, "--max_new_tokens": 8, "--model_preset": "3M"}
-TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
 
 def kind(part: str) -> str:
@@ -353,7 +352,7 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
     extra |= of_template.get(template, {"--eval_samples": "4"})
     extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
-    extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
+    extra |= {"--config_overrides": SHAPE, "--seq_length": "64"} if template == "pretrain" else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
 

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GenerationMixin
 
 from shared.commands import ask
-from shared.data.store import Notes
+from shared.data.notes import Notes
 from shared.process.errors import ConfigError
 from shared.text.encoder import Encoder
 from shared.text.forms import Example
@@ -20,9 +20,7 @@ TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content[0].text }}{% end
 
 @pytest.fixture
 def asked(tiny_model, tmp_path, monkeypatch):
-    """(the tokenizer of a model, what gives the prompts of a question to it): its texts end by themselves, its chat template
-    takes parts, writes the date and has a variable.
-    """
+    """(tokenizer, what gives the prompt of a question): texts end by themselves, the template has parts and a variable."""
     shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     end = (tokenizer.eos_token, tokenizer.eos_token_id)
@@ -62,19 +60,12 @@ def test_prompts_are_those_of_training(asked):
         assert tokenizer.decode(prompt) == f"<system>Be brief.<user>a line2024<assistant>{end}"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--plain", "--system", "x"),
-        ("--plain", "--chat_template_kwargs", '{"thinks": true}'),
-        ("--chat_template_kwargs", "[1]"),
-        ("--chat_template_kwargs", "{"),
-    ],
-)
-def test_flags_that_would_be_ignored_are_refused(asked, flags):
-    with pytest.raises(SystemExit) as ended:
-        asked[1]("a line", *flags)
-    assert ended.value.code == 2
+def test_flags_that_would_be_ignored_are_refused(asked):
+    given = "--chat_template_kwargs"
+    for flags in (("--plain", "--system", "x"), ("--plain", given, '{"thinks": true}'), (given, "[1]"), (given, "{")):
+        with pytest.raises(SystemExit) as ended:
+            asked[1]("a line", *flags)
+        assert ended.value.code == 2
 
 
 def test_a_question_has_to_fit_into_the_context(asked):

@@ -14,16 +14,9 @@ def place(number):
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        (["a", "b"], None),
-        ([1, 0, "2"], None),
-        ([1, "x", 0.5], None),
-        ([0.5, 1, "2"], "regression"),
-        ([0.5, float("nan")], "regression"),
-        ([-1.5, 2], "regression"),
-        ([True, 0.5], None),
-        (["a", ["b"]], "multi_label"),
-        ([0.5, []], "multi_label"),
-        ([], None),
+        *((raw, None) for raw in (["a", "b"], [1, 0, "2"], [1, "x", 0.5], [True, 0.5], [])),
+        *((raw, "regression") for raw in ([0.5, 1, "2"], [0.5, float("nan")], [-1.5, 2])),
+        *((raw, "multi_label") for raw in (["a", ["b"]], [0.5, []])),
     ],
 )
 def test_what_labels_look_like(raw, expected):
@@ -31,8 +24,9 @@ def test_what_labels_look_like(raw, expected):
 
 
 def test_labels_of_each_kind():
-    one = read_labels([10, "9", "b ", 9], None, place)
-    assert (one.problem_type, one.classes, one.values.tolist()) == ("single_label", ("9", "10", "b"), [1, 0, 2, 0])
+    one = read_labels([10, "9", "b ", 9, "100", "B"], None, place)
+    assert (one.problem_type, one.classes) == ("single_label", ("9", "10", "100", "B", "b"))
+    assert one.values.tolist() == [1, 0, 4, 0, 2, 3]
     several = read_labels(["b|a", [], "", 3, ["a", "a"]], "multi_label", place)
     assert several.classes == ("3", "a", "b")
     assert several.values.tolist() == [[0, 1, 1], [0, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0]]
@@ -48,7 +42,7 @@ def test_labels_of_each_kind():
     [
         (["a", None], None, ":3: the label is null, expected a name or a number"),
         (["a", float("nan")], None, ":3: the label is NaN, expected a name or a number"),
-        ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label"),
+        ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label, for one of this"),
         (["a", "a, b"], "multi_label", ":3: the label is 'a, b': write name|name for several"),
         (["a", ["b"]], "single_label", ":3: the label is a list, expected a name or a number; --problem_type multi_label"),
         (["a", " "], None, ":3: the label is empty, expected a name or a number"),

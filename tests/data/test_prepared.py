@@ -25,28 +25,14 @@ def left(folder: Path) -> list[str]:
 
 
 def test_the_fingerprint_changes_with_anything_that_counts(tmp_path):
-    path = tmp_path / "a"
-    path.write_text("one")
-    os.utime(path, ns=(10**18, 10**18))
+    def of(name="a", content="one", time=10**18, number=1):
+        (tmp_path / name).write_text(content)
+        os.utime(tmp_path / name, ns=(time, time))
+        return prepared.fingerprint(files=[tmp_path / name], settings=[number, None, "x"])
 
-    def now():
-        return prepared.fingerprint(files=[path], settings=[1, None, "x"])
-
-    first = now()
-    assert len(first) == 16
-    assert now() == first
-    assert prepared.fingerprint(settings=[1, None, "x"], files=[path]) == first
-    assert prepared.fingerprint(files=[path], settings=[2, None, "x"]) != first
-    os.utime(path, ns=(10**18 + 1, 10**18 + 1))
-    touched = now()
-    assert touched != first
-    path.write_text("longer")
-    os.utime(path, ns=(10**18, 10**18))
-    assert now() not in (first, touched)
-    other = tmp_path / "b"
-    other.write_text("one")
-    os.utime(other, ns=(10**18, 10**18))
-    assert prepared.fingerprint(files=[other], settings=[1, None, "x"]) != first
+    first = of()
+    assert len(first) == 16 and of() == prepared.fingerprint(settings=[1, None, "x"], files=[tmp_path / "a"]) == first
+    assert len({first, of(number=2), of(time=10**18 + 1), of(content="longer"), of("b")}) == 5
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
@@ -57,20 +43,13 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "x" / "accelerate-templates"
 
 
-def test_a_folder_is_built_once_and_reused(tmp_path):
-    calls = []
-
-    def build(folder):
-        assert folder.parent == tmp_path / "deep"
-        assert folder != tmp_path / "deep" / "a"
-        (folder / "x").write_text(str(len(calls)))
-        calls.append(folder)
-
+def test_a_folder_is_built_beside_its_place_once_and_reused(tmp_path):
+    folder, built = tmp_path / "deep" / "a", []
     for _ in range(3):
-        assert prepared.build_once(tmp_path / "deep" / "a", build) == tmp_path / "deep" / "a"
-    assert len(calls) == 1
-    assert (tmp_path / "deep" / "a" / "x").read_text() == "0"
-    assert left(tmp_path / "deep") == ["a"]
+        assert prepared.build_once(folder, lambda at: built.append(at) or (at / "x").touch()) == folder
+    (beside,) = built
+    assert beside.parent == folder.parent and beside != folder and (folder / "x").exists()
+    assert left(folder.parent) == ["a"]
 
 
 @pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
@@ -100,7 +79,17 @@ def test_a_disk_that_is_full_or_closed_says_what_to_set(tmp_path, monkeypatch, w
     assert not left(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["a bit", "its length", "a file more", "a file less", "its checksums", "no checksums"])
+DAMAGE = {
+    "a bit": lambda folder: flip(folder / "part/x", 2**20 * 8 + 5),
+    "its length": lambda folder: os.truncate(folder / "part/x", 2**20),
+    "a file more": lambda folder: (folder / "part/z").write_text(""),
+    "a file less": lambda folder: (folder / "y").unlink(),
+    "its checksums": lambda folder: (flip(folder / "checksums.json", 9), (folder / ".verified").unlink()),
+    "no checksums": lambda folder: ((folder / "checksums.json").unlink(), (folder / ".verified").unlink()),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how):
     content, folder = os.urandom(5 * 2**19), tmp_path / "a"
 
@@ -111,20 +100,7 @@ def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how):
 
     prepared.build_once(folder, build)
     with (folder / "part" / "x").open("rb") as another_run_reads:
-        if how == "a bit":
-            flip(folder / "part" / "x", 2**20 * 8 + 5)
-        elif how == "its length":
-            os.truncate(folder / "part" / "x", 2**20)
-        elif how == "a file more":
-            (folder / "part" / "z").write_text("")
-        elif how == "a file less":
-            (folder / "y").unlink()
-        elif how == "its checksums":
-            flip(folder / "checksums.json", 9)
-            (folder / ".verified").unlink()
-        else:
-            (folder / "checksums.json").unlink()
-            (folder / ".verified").unlink()
+        DAMAGE[how](folder)
         prepared.build_once(folder, build)
         assert another_run_reads.read(1)
     said = capsys.readouterr().err
@@ -138,22 +114,17 @@ def test_files_that_have_not_changed_are_read_once_a_day(tmp_path, monkeypatch):
     read, checksums = [], prepared._checksums
     monkeypatch.setattr(prepared, "_checksums", lambda folder: read.append(folder) or checksums(folder))
     folder = tmp_path / "a"
-    days = [1, 1, 2, 2]
-    monkeypatch.setattr(prepared, "date", type("Day", (), {"today": lambda: datetime.date(2026, 1, days[0])}))
-    while days:
+    for day in (1, 1, 2, 2):
+        monkeypatch.setattr(prepared, "date", type("Day", (), {"today": lambda day=day: datetime.date(2026, 1, day)}))
         prepared.build_once(folder, lambda folder: (folder / "x").write_text("x"))
-        days.pop(0) if len(days) > 1 else days.clear()
     assert len(read) == 2  # when it was built, and on the second day
     os.utime(folder / "x")
-    days.append(2)
     assert prepared.usable(folder) and len(read) == 3
 
 
 def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    waiting = threading.Thread(
-        target=prepared.build_once, args=(tmp_path / "a", lambda folder: pytest.fail("built")), daemon=True
-    )
+    waiting = threading.Thread(target=prepared.build_once, args=(tmp_path / "a", pytest.fail), daemon=True)
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()

@@ -55,22 +55,15 @@ def find(*paths):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        (
-            "a.jsonl",
-            '{"text": "one", "n": 1}\n\n  \n{"text": null, "l": [1.5, {"k": true}]}',
-            [(":1", {"text": "one", "n": 1}), (":4", {"text": None, "l": [1.5, {"k": True}]})],
-        ),
+        ("a.jsonl", '{"n": 1}\n\n  \n{"l": [null, {"k": true}]}', [(":1", {"n": 1}), (":4", {"l": [None, {"k": True}]})]),
         ("A.NDJSON", '{"a": "1"}\n{"a": "2"}\n', [(":1", {"a": "1"}), (":2", {"a": "2"})]),
         ("a.jsonl", '{"a": "b\u2028c\x85d"}\n{"a": "e"}\n', [(":1", {"a": "b\u2028c\x85d"}), (":2", {"a": "e"})]),
         ("a.jsonl", '{"a": "\\ud83d\\ude42"}', [(":1", {"a": "🙂"})]),
         ("a.jsonl", '\ufeff{"a": "1"}', [(":1", {"a": "1"})]),
         ("a.json", '\ufeff [{"a": 1},\n {"a": "é"}]', [(": record 1", {"a": 1}), (": record 2", {"a": "é"})]),
         ("a.json", '{"a": 1}\n{"a": 2}\n', [(":1", {"a": 1}), (":2", {"a": 2})]),
-        (
-            "a.csv",
-            '\ufeffq,a\n1,"x, ""y"""\n\n"two\nlines",é\n',
-            [(":2", {"q": "1", "a": 'x, "y"'}), (":4", {"q": "two\nlines", "a": "é"})],
-        ),
+        ("a.csv", '\ufeffq,a\n1,"x, ""y"""\n', [(":2", {"q": "1", "a": 'x, "y"'})]),
+        ("a.csv", 'q,a\n1,2\n\n"two\nlines",é\n', [(":2", {"q": "1", "a": "2"}), (":4", {"q": "two\nlines", "a": "é"})]),
         ("a.csv", "a,b\n" + "x" * 200_000 + ",y\n", [(":2", {"a": "x" * 200_000, "b": "y"})]),
         ("a.tsv", 'q\ta\n1, 2\t"x\ty"\n', [(":2", {"q": "1, 2", "a": "x\ty"})]),
         ("a.txt", "\ufefftwo\nlines é", [("", {"text": "two\nlines é"})]),
@@ -142,7 +135,6 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
         ("a.jsonl", '{"a": ' + "9" * 5000 + "}", ":1: ", "not valid JSON"),
         ("a.json", '[{"a": 1},\n{"a": }]', ":2: ", "not valid JSON"),
         ("a.json", '[{"a": 1}, 2]', ": record 2 ", "expected an object"),
-        ("a.json", "[" * 100_000, "", "not valid JSON"),
         ("a.csv", "a,b\n1,2\n3\n", ":3: ", "not as many fields as the header has"),
         ("a.csv", "a,b\n1,2,3\n", ":2: ", "not as many fields as the header has"),
         ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', ":3: ", r"not valid CSV \(unexpected end of data\)"),
@@ -153,7 +145,7 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
         ("a.csv", "a\tb\n1\t2, 3\n", ":1: ", r"'\\t' is between the columns: CSV has commas, TSV tabs"),
         ("a.tsv", "a,b\n1,2\n", ":1: ", "',' is between the columns"),
         ("a.txt", b"a\nb\xffcd", ":2: ", "not UTF-8 text; save it as UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b"{}\n{}\n" * 9 + b'{"a": "\xe9"}\n'), ":19: ", "not UTF-8 text; save it as UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n{}\n" * 9 + b'{"a": "\xe9"}\n', mtime=0), ":19: ", "not UTF-8 text; save it"),
         ("a.csv", "a,b\n1,ä\n".encode("utf-16"), ":1: ", "not UTF-8 text; save it as UTF-8"),
     ],
 )
@@ -180,27 +172,15 @@ def test_a_damaged_or_truncated_compressed_file_is_named(tmp_path, suffix):
         assert str(error.value).startswith(f"{path}:") and "\n" not in str(error.value)
 
 
-def test_records_before_a_malformed_line_are_given(tmp_path):
+def test_records_before_a_malformed_line_are_given_and_a_file_that_has_gone_is_named(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"a": 1}\n{')
     stream = read_records([path])
     assert next(stream) == (f"{path}:1", {"a": 1})
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: not valid JSON"):
         next(stream)
-
-
-def test_a_file_that_has_gone_is_named(tmp_path):
-    for name in ("a.jsonl", "a.parquet", "a.txt"):
+    for name in ("gone.jsonl", "gone.parquet", "gone.txt"):
         with pytest.raises(ConfigError, match=f"{name}: "):
             read(tmp_path / name)
-
-
-def read_or_refuse(path):
-    try:
-        for where, record in read_records([path]):
-            assert where.startswith(str(path))
-            assert isinstance(record, dict)
-    except ConfigError as error:
-        assert str(path) in str(error)
 
 
 @settings(deadline=None, max_examples=40)
@@ -212,18 +192,23 @@ def test_a_damaged_parquet_file_gives_records_or_a_config_error(tmp_path_factory
     for place, value in flips:
         content[place % len(content)] = value
     path.write_bytes(bytes(content))
-    read_or_refuse(path)
+    try:
+        assert all(where.startswith(str(path)) and isinstance(record, dict) for where, record in read_records([path]))
+    except ConfigError as error:
+        assert str(path) in str(error)
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_stands_for_all_files_below_sorted_without_hidden_ones(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / ".git").mkdir()
-    for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden", ".git/config"):
+def test_folders_and_globs_stand_for_their_files_sorted_without_hidden_ones(tmp_path):
+    for name in ("b.txt", "a.txt", "sub/c.txt", "d.csv", "a[1].txt", ".hidden", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path, name, "x")
-    assert find(tmp_path) == [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "c.txt"]
+    a, named_as_a_glob, b, d, c = (tmp_path / name for name in ("a.txt", "a[1].txt", "b.txt", "d.csv", "sub/c.txt"))
+    assert find(tmp_path) == [a, named_as_a_glob, b, d, c]
+    assert find(tmp_path / "?.txt") == [a, b] and find(named_as_a_glob) == [named_as_a_glob]
+    assert c in find(tmp_path / "**" / "*.txt")
 
 
 def test_linked_folders_are_followed_and_none_is_read_twice(tmp_path):
@@ -240,25 +225,14 @@ def test_linked_folders_are_followed_and_none_is_read_twice(tmp_path):
     assert find(tmp_path / "to_data")[0] == tmp_path / "to_data" / "a.txt"
 
 
-def test_globs_are_sorted_and_recursive_and_a_name_that_looks_like_one_is_itself(tmp_path):
-    (tmp_path / "sub").mkdir()
-    for name in ("b.txt", "a.txt", "sub/c.txt", "d.csv", "a[1].txt"):
-        write(tmp_path, name, "x")
-    assert find(tmp_path / "?.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
-    assert tmp_path / "sub" / "c.txt" in find(tmp_path / "**" / "*.txt")
-    assert find(tmp_path / "a[1].txt") == [tmp_path / "a[1].txt"]
-
-
 def test_what_is_missing_or_empty_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "to_nothing").symlink_to("nothing")
     for name, message in {
         "gone.jsonl": f"--train_file {tmp_path}/gone.jsonl: no such file",
         "*.csv": f"--train_file {tmp_path}/*.csv: no such file",
         "folder": f"--train_file {tmp_path}/folder: the folder holds no files",
-        "pipe": f"--train_file {tmp_path}/pipe: not a regular file",
         "links": f"--train_file {tmp_path}/links/to_nothing: not a regular file",
     }.items():
         with pytest.raises(ConfigError) as error:
@@ -288,11 +262,8 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
 DEMO = Source("demo", list, lambda: iter([]))
 
 
-def test_without_a_name_the_demo_is_the_source():
-    assert open_sources(DataConfig(), demo=DEMO) == (DEMO, None)
-
-
 def test_files_become_sources_that_can_be_read_again(tmp_path):
+    assert open_sources(DataConfig(), demo=DEMO) == (DEMO, None)
     a, b, c = (write(tmp_path, f"{name}.jsonl", f'{{"n": {n}}}') for n, name in enumerate("abc", 1))
     config = DataConfig(train_file=(str(a), str(b)), validation_file=(str(c),))
     train, validation = open_sources(config, demo=DEMO)
@@ -316,12 +287,9 @@ def test_a_file_that_is_named_for_validation_is_not_trained_on(tmp_path, monkeyp
         assert [record["n"] for _, record in train.read()] == ["a", "b"]
         assert [record["n"] for _, record in validation.read()] == ["val"]
         assert capsys.readouterr().err == "--validation_file names 2 of the 4 files of --train_file: left out\n"
-
-
-def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path, capsys):
-    path = write(tmp_path, "a.jsonl", '{"n": 1}')
-    train, validation = open_sources(DataConfig(train_file=(str(path),), validation_file=(str(path),)), demo=DEMO)
-    assert list(train.read()) == list(validation.read()) and len(list(train.read())) == 1
+    config = DataConfig(train_file=(str(a),), validation_file=(str(a),))  # is taken at its word
+    train, validation = open_sources(config, demo=DEMO)
+    assert [record["n"] for _, record in train.read()] == [record["n"] for _, record in validation.read()] == ["a"]
     assert capsys.readouterr().err == "--validation_file names 1 of the 1 files of --train_file\n"
 
 
@@ -341,35 +309,29 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
     assert sources[0].identity() == sources[1].identity() == [["a.jsonl", 14]]
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ConnectionResetError("reset"), True),
-        (TimeoutError("slow"), True),
-        (httpx.ConnectTimeout("slow"), True),
-        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(503)), True),
-        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(429)), True),
-        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(404)), False),
-        (OfflineModeIsEnabled("offline"), False),
-        (FileNotFoundError("typed wrong"), False),
-        (ValueError("typed wrong"), False),
-    ],
-)
-def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error, expected):
+def status(code):
+    return httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(code))
+
+
+SILENT = [ConnectionResetError("reset"), TimeoutError("slow"), httpx.ConnectTimeout("slow"), status(503), status(429)]
+WRONG = [status(404), OfflineModeIsEnabled("offline"), FileNotFoundError("typed wrong"), ValueError("typed wrong")]
+
+
+@pytest.mark.parametrize("error", [*SILENT, *WRONG], ids=repr)
+def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error):
     def fail(*_args, **_options):
         outer = ConnectionError if isinstance(error, OfflineModeIsEnabled) else RuntimeError  # as `datasets` does
         raise outer("as a library wraps it") from error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(CleanExit) as raised:
-        next(records.load_hub("org/name", None, "train"))
-    assert raised.value.exit_code == (1 if expected else 2)
-    with pytest.raises(CleanExit) as raised:
-        from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
-    assert raised.value.exit_code == (1 if expected else 2)
-    with pytest.raises(CleanExit) as raised:
-        images.prepare(ImageConfig(dataset_name=("org/name",)))
-    assert raised.value.exit_code == (1 if expected else 2)
+    for load in (
+        lambda: next(records.load_hub("org/name", None, "train")),
+        lambda: from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name"),
+        lambda: images.prepare(ImageConfig(dataset_name=("org/name",))),
+    ):
+        with pytest.raises(CleanExit) as raised:
+            load()
+        assert raised.value.exit_code == (1 if error in SILENT else 2)
 
 
 def test_splits_of_a_data_set_are_chosen_by_name(tmp_path):

@@ -1,13 +1,12 @@
 """A store holds what an encoder made of a source, whoever prepared it, and however often that was interrupted."""
 
-import functools
 import gzip
 import json
 import os
 import pickle
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 from shared import demo
 from shared.data import prepared, store
 from shared.data.records import Source
-from shared.data.store import Encoded, Notes, Split
+from shared.data.store import Encoded, Split
 from shared.process.errors import ConfigError
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
@@ -53,9 +52,7 @@ def content(folder):
 def spy_on_batches(monkeypatch):
     """How many items each batch has that is encoded from now on."""
     sizes, encode_batch = [], store._encode_batch
-    monkeypatch.setattr(
-        store, "_encode_batch", lambda encode, items: sizes.append(len(items)) or encode_batch(encode, items)
-    )
+    monkeypatch.setattr(store, "_encode_batch", lambda *of: sizes.append(len(of[1])) or encode_batch(*of))
     return sizes
 
 
@@ -149,7 +146,7 @@ def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
         found = ["".join(map(chr, kept["letters"][kept.span(number)])) for number in range(len(kept))]
         assert found == TEXTS == kept.lines("text") == [kept.line("text", number) for number in range(5)]
         assert kept["sizes"].tolist() == [[len(text), 1] for text in TEXTS] and "sizes" in kept
-        assert kept.notes.counts == {"read": 5, "with z": 2} and kept.notes.first == {"with z": "here:2"}
+        assert kept.notes.counts == {"read": 5, "with z": 2} and kept.notes.first == {"with z": ["here:2", "here:4"]}
     assert len(pickle.dumps(opened)) < 500  # no array travels to a worker
     limited = store.prepare(source_of(TEXTS), Letters(), limit=2, processes=1)
     assert len(limited) == 2 and limited.identity != opened.identity
@@ -180,12 +177,9 @@ def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
 
 def test_a_second_run_waits_for_the_first_and_takes_what_it_made(cache, monkeypatch):
     made = spy_on_batches(monkeypatch)
-    prepare = functools.partial(store.prepare, source_of(TEXTS, 0.1), Letters(), processes=1)
-    runs = [threading.Thread(target=prepare) for _ in range(2)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(30)
+    with ThreadPoolExecutor(2) as pool:
+        for run in [pool.submit(store.prepare, source_of(TEXTS, 0.1), Letters(), processes=1) for _ in range(2)]:
+            run.result(30)
     assert len(made) == 1 and len(list(cache.glob("letters/*"))) == 1 and not list(cache.glob("letters/.*"))
 
 
@@ -198,17 +192,6 @@ def test_a_state_that_says_more_than_the_files_hold_is_not_believed(cache):
         (partial / name).unlink()
     os.truncate(partial / "ends.bin", 8)
     assert content(store.prepare(source_of(TEXTS), Letters(), processes=1).folder) == expected
-
-
-def test_notes_of_batches_add_up_and_the_first_place_stays():
-    notes, later = Notes(), Notes()
-    notes.add("seen", "a:1")
-    for place in ("a:2", "a:2", "a:3"):
-        later.add("seen", place)
-    later.add("form x")
-    notes.update(later)
-    assert notes.counts == {"seen": 3, "form x": 1} and notes.first == {"seen": "a:1"}
-    assert notes.named("form ") == {"x": 1}
 
 
 def test_validation_data_that_are_trained_on_are_told(tmp_path, text_file, tiny_model, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,18 +20,11 @@ from torch.nn import functional as F
 
 from shared.data.labels import Labels
 from shared.data.order import IGNORED
+from shared.evaluation import kinds
 from shared.evaluation import pictures as class_pictures
 from shared.evaluation.evaluation import gather_rows, row_of
 from shared.evaluation.evaluation import of_batch as scores
-from shared.evaluation.kinds import (
-    SampleLosses,
-    binary_cross_entropy,
-    cross_entropy,
-    evaluation_of,
-    of_numbers,
-    of_one_label,
-    of_several_labels,
-)
+from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, of_one_label
 from shared.images.files import Images
 from shared.process.errors import ConfigError
 
@@ -50,16 +44,12 @@ WEIGHT = torch.tensor([0.51, 25.5])  # of a class with 50 times the samples of t
 
 
 @pytest.mark.parametrize(
-    ("loss", "targets", "best"),
-    [
-        (cross_entropy, torch.tensor([0]), [0.95, 0.05]),
-        (cross_entropy, torch.tensor([[1.0, 0.0]]), [0.95, 0.05]),
-        (binary_cross_entropy, torch.tensor([[1.0, 0.0]]), [0.95, 0.05]),
-    ],
+    ("loss", "targets"), [(cross_entropy, [0]), (cross_entropy, [[1.0, 0.0]]), (binary_cross_entropy, [[1.0, 0.0]])]
 )
-def test_the_best_answer_for_a_common_sample_is_its_class_whatever_a_rare_one_weighs(loss, targets, best):
+def test_the_best_answer_for_a_common_sample_is_its_class_whatever_a_rare_one_weighs(loss, targets):
     """The smoothed target has the least loss. F.cross_entropy's own weights make it 0.275 and 0.725."""
-    logits = torch.tensor([best]).log() if loss is cross_entropy else torch.tensor([best]).logit()
+    best, targets = torch.tensor([[0.95, 0.05]]), torch.tensor(targets)
+    logits = best.log() if loss is cross_entropy else best.logit()
     (slope,) = torch.autograd.grad(loss(logits.requires_grad_(), targets, weight=WEIGHT, label_smoothing=0.1).sum(), logits)
     torch.testing.assert_close(slope, torch.zeros(1, 2))
 
@@ -67,27 +57,19 @@ def test_the_best_answer_for_a_common_sample_is_its_class_whatever_a_rare_one_we
 def test_weights_without_smoothing_are_torchs_and_a_mixed_sample_is_the_sum_of_its_parts():
     torch.manual_seed(0)
     logits, labels, weight = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, IGNORED, 1]), torch.tensor([0.5, 30.0, 0.0])
-    counts = labels != IGNORED
+    counts, close = labels != IGNORED, torch.testing.assert_close
     one_hot = F.one_hot(labels.clamp(min=0), 3).float()
-    torch.testing.assert_close(
-        cross_entropy(logits, labels, weight=weight) * counts,
-        F.cross_entropy(logits, labels, weight=weight, reduction="none"),
-    )
-    shares = cross_entropy(logits, one_hot, weight=weight)
-    torch.testing.assert_close(shares[counts], cross_entropy(logits, labels, weight=weight)[counts])
-    torch.testing.assert_close(
-        3 * binary_cross_entropy(logits, one_hot, weight=weight),
-        F.binary_cross_entropy_with_logits(logits, one_hot, pos_weight=weight, reduction="none"),
-    )
+    ours = cross_entropy(logits, labels, weight=weight)
+    close(ours * counts, F.cross_entropy(logits, labels, weight=weight, reduction="none"))
+    close(cross_entropy(logits, one_hot, weight=weight)[counts], ours[counts])
+    theirs = F.binary_cross_entropy_with_logits(logits, one_hot, pos_weight=weight, reduction="none")
+    close(3 * binary_cross_entropy(logits, one_hot, weight=weight), theirs)
+    even = {"weight": torch.ones(3), "label_smoothing": 0.1}
     for loss in (cross_entropy, binary_cross_entropy):
-
-        def losses(targets, loss=loss):
-            return loss(logits, targets, weight=weight, label_smoothing=0.1)
-
-        even = {"weight": torch.ones(3), "label_smoothing": 0.1}
-        torch.testing.assert_close(loss(logits, one_hot, label_smoothing=0.1), loss(logits, one_hot, **even))
+        close(loss(logits, one_hot, label_smoothing=0.1), loss(logits, one_hot, **even))
+        losses = partial(loss, logits, weight=weight, label_smoothing=0.1)
         mixed = losses(0.3 * one_hot + 0.7 * one_hot.flip(0))
-        torch.testing.assert_close(mixed, 0.3 * losses(one_hot) + 0.7 * losses(one_hot.flip(0)))
+        close(mixed, 0.3 * losses(one_hot) + 0.7 * losses(one_hot.flip(0)))
         assert losses(labels if loss is cross_entropy else labels[:, None].expand(6, 3)).isfinite().all()
 
 
@@ -117,47 +99,32 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
     expected = torch.nn.functional.cross_entropy(logits[:10], labels[:10], reduction="none")
     assert rows[:, 3] == pytest.approx(expected.numpy(), rel=1e-5)
     assert {result.labels.dtype, result.predicted.dtype} == {np.dtype(np.int64)}
-    assert result.classes == ("a", "b", "c")
     with pytest.raises(AssertionError):
         gather_rows(accelerator, batches, 11)
 
 
 def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-
-    class Two:
-        """What an accelerator of two processes gathers from this rank and one whose labels are 2 higher."""
-
-        num_processes = 2
-
-        def gather(self, mine):
-            theirs = mine.clone()
-            theirs[..., 0] += 2
-            return torch.cat([mine, theirs])
-
+    # what an accelerator of two processes gathers from this rank and one whose labels are 2 higher
+    higher = torch.tensor([2.0, 0, 0, 0, 0])
+    two = SimpleNamespace(num_processes=2, gather=lambda mine: torch.cat([mine, mine + higher]))
     batches = [torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)]
-    assert gather_rows(Two(), batches, 8)[:, 0].tolist() == list(range(8))
+    assert gather_rows(two, batches, 8)[:, 0].tolist() == list(range(8))
 
 
-def made(labels, predicted, classes, *, confidence=None, losses=None, above=None):
+def made(labels, predicted, classes, *, confidence=0.5, losses=1.0, above=None):
     labels, predicted = np.array(labels), np.array(predicted)
-    confidence = np.full(len(labels), 0.5) if confidence is None else np.array(confidence)
-    losses = np.ones(len(labels)) if losses is None else np.array(losses)
-    above = (labels != predicted).astype(int) if above is None else np.array(above)
-    rows = np.stack([labels, predicted, confidence, losses, above], axis=1)
+    given = (confidence, losses, labels != predicted if above is None else above)
+    rows = np.stack([labels, predicted, *(np.broadcast_to(values, labels.shape) for values in given)], axis=1)
     return of_one_label(rows, tuple(classes), "images")
 
 
 def test_the_summary_by_hand():
     # class a: 2 of 3 found, 1 of what is called a is not; class b: 1 of 2 found, 2 called b, 1 rightly
     predictions = made([0, 0, 0, 1, 1], [0, 0, 1, 1, 0], "ab", losses=[1, 2, 3, 4, 5])
-    assert predictions.summary == {
-        "eval_loss": 3.0,
-        "eval_accuracy": pytest.approx(0.6),
-        "eval_macro_f1": pytest.approx((2 / 3 + 1 / 2) / 2),
-        "eval_balanced_accuracy": pytest.approx((2 / 3 + 1 / 2) / 2),
-        "eval_matthews": pytest.approx(1 / 6),
-    }
+    mean = (2 / 3 + 1 / 2) / 2
+    expected = {"eval_loss": 3, "eval_accuracy": 0.6, "eval_macro_f1": mean, "eval_balanced_accuracy": mean}
+    assert predictions.summary == pytest.approx(expected | {"eval_matthews": 1 / 6})
     by_class = predictions.by_class
     assert by_class["precision"].tolist() == pytest.approx([2 / 3, 1 / 2])
     assert by_class["recall"].tolist() == pytest.approx([2 / 3, 1 / 2])
@@ -202,36 +169,29 @@ def test_the_most_confident_mistake_comes_first():
     assert predictions.worst.tolist() == [2, 4, 1, 3]
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "figure"),
-    [
+def test_the_kind_of_labels_decides_the_figures():
+    for kind, row, figure in (
         ("regression", [1.0, 2.0], "eval_mae"),
         ("multi_label", [1.0, 0, 0.5, -1], "eval_map"),
         ("single_label", [0, 0, 0.9, 0.1, 0], "eval_accuracy"),
-    ],
-)
-def test_the_kind_of_labels_decides_the_figures(kind, row, figure):
-    data = SimpleNamespace(problem_type=kind, classes=("a", "b"), validation=[None])
-    assert figure in evaluation_of(Accelerator(cpu=True), [torch.tensor([row])], data, "texts").summary
+    ):
+        data = SimpleNamespace(problem_type=kind, classes=("a", "b"), validation=[None])
+        assert figure in kinds.evaluation_of(Accelerator(cpu=True), [torch.tensor([row])], data, "texts").summary
 
 
 def test_one_answer_for_all_is_told():
-    assert made([0, 1, 1], [1, 1, 1], "ab").headline == (
-        "66.67% of 3 validation images are right; the model calls all of them 'b'"
-    )
+    of_all = "66.67% of 3 validation images are right; the model calls all of them 'b'"
+    assert made([0, 1, 1], [1, 1, 1], "ab").headline == of_all
     assert made([0, 1, 1], [1, 1, 0], "ab").headline == "33.33% of 3 validation images are right"
 
 
 def test_a_probability_of_just_the_threshold_is_a_yes_and_the_worst_sample_comes_first():
     rows = np.array([[1, 1, 0.0, -1.0], [1, 0, -3.0, -2.0], [0, 0, 1.0, 2.0], [0, 1, 0.5, 4.0], [1, 1, 3.0, 3.0]])
     # labels, logits
-    predictions = of_several_labels(rows, ("a", "b"), "images", {"a": 0.5, "b": 0.5})
+    predictions = kinds.of_several_labels(rows, ("a", "b"), "images", {"a": 0.5, "b": 0.5})
     assert predictions.predicted.tolist() == [[1, 0], [0, 0], [1, 1], [1, 1], [1, 1]]
     assert predictions.worst.tolist() == [1, 2, 0, 3]
     assert predictions.scores["score of a"].tolist() == [0.5, 0.047426, 0.731059, 0.622459, 0.952574]
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -267,18 +227,10 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
     )
     assert predictions.write(run_dir, pictures(4)) == [run_dir / "confusion_matrix.png", run_dir / "mistakes.png"]
     content = json.loads((run_dir / "evaluation.json").read_text())
-    assert content == {
-        "loss": 2.0,
-        "accuracy": 0.5,
-        "macro_f1": 0.5,
-        "balanced_accuracy": 0.5,
-        "matthews": 0.0,
-        "images": 4,
-        "classes": {
-            "cat": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
-            "dog": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
-            "eel": {"precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0},
-        },
+    half = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
+    figures = {"loss": 2.0, "accuracy": 0.5, "macro_f1": 0.5, "balanced_accuracy": 0.5, "matthews": 0.0, "images": 4}
+    assert content == figures | {
+        "classes": {"cat": half, "dog": half, "eel": dict.fromkeys(half, 0)},
         "num_mistakes": 2,
         "mistakes": [
             {"image": "image 1003", "label": "dog", "predicted": "cat", "confidence": 0.7},
@@ -358,15 +310,11 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
 def test_numbers_that_do_not_vary_have_no_correlation():
     numbers, same = np.array([0.1, 0.2, 0.42]), np.full(3, 0.054675)
     for pair in ((numbers, same), (same, numbers)):
-        constant = of_numbers(np.stack(pair, axis=1), "texts")
-        assert constant.summary == {
-            "eval_loss": pytest.approx(((numbers - 0.054675) ** 2).mean(), rel=1e-5),
-            "eval_mae": pytest.approx(0.24 - 0.054675, rel=1e-5),
-            "eval_pearson": 0.0,
-            "eval_spearman": 0.0,
-        }
+        constant = kinds.of_numbers(np.stack(pair, axis=1), "texts")
+        errors = {"eval_loss": ((numbers - 0.054675) ** 2).mean(), "eval_mae": 0.24 - 0.054675}
+        assert constant.summary == pytest.approx(errors | {"eval_pearson": 0, "eval_spearman": 0}, rel=1e-5)
         assert constant.worst.tolist() == [2, 1, 0]
-    good = of_numbers(np.stack([numbers, numbers + 1], axis=1), "texts")
+    good = kinds.of_numbers(np.stack([numbers, numbers + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
     assert row_of(good.columns, 1) == {"label": 0.2, "predicted": 1.2}
 
@@ -376,4 +324,4 @@ def test_what_is_for_classes_is_refused_for_numbers(options):
     data = SimpleNamespace(problem_type="regression", classes=("score",))
     asked = SimpleNamespace(**{"class_weights": "none", "label_smoothing": 0.0} | options)
     with pytest.raises(ConfigError, match="--label_smoothing and --class_weights are for classes, not for numbers"):
-        SampleLosses(None, data, asked)
+        kinds.SampleLosses(None, data, asked)

@@ -1,6 +1,5 @@
 """Mixtures of sources: shares, the epochs of each source, and what each template makes of them."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +16,14 @@ from shared.extras.mixture import PERIOD, Mixture, turns
 from shared.text import chat, corpus, labelled
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig
 from shared.text.packing import Packed, best_fit_decreasing
+from tests.conftest import write_lines
 
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=7)
 
 
-def mixture(sizes, weights, batch, seed=0) -> Mixture:
+def mixture(sizes, weights, batch, seed=0, lengths=None) -> Mixture:
     sources = tuple((f"source {number}", size) for number, size in enumerate(sizes))
-    return Mixture(sum(sizes), batch, seed, sources=sources, weights=tuple(weights))
+    return Mixture(sum(sizes), batch, seed, sources=sources, weights=tuple(weights), lengths=lengths)
 
 
 @settings(deadline=None, max_examples=15)
@@ -53,9 +53,7 @@ def test_equals_a_table_of_the_whole_run(weights, data, batch, seed):
 
 def test_rows_that_are_padded_are_sorted_within_their_batch():
     lengths = np.random.default_rng(0).integers(1, 100, 70)
-    plain, grouped = (
-        Mixture(70, 8, 0, sources=(("a", 20), ("b", 50)), weights=(1, 1), lengths=given) for given in (None, lengths)
-    )
+    plain, grouped = (mixture((20, 50), (1, 1), 8, lengths=given) for given in (None, lengths))
     for step in range(20):
         assert sorted(grouped.indices(step)) == sorted(plain.indices(step))
         assert (np.diff(lengths[grouped.indices(step)]) <= 0).all()
@@ -93,7 +91,7 @@ class Numbers:
 
 def test_a_loader_reads_the_same_from_any_step_on_any_number_of_processes():
     samples = Mixed({"a": Numbers(0, 5), "b": Numbers(1, 33)})
-    order = training_order(samples, 8, 0, (3, 1))
+    order = training_order(samples, SimpleNamespace(size=8, seed=0), SimpleNamespace(order=None, mix_weights=(3, 1)))
 
     def draw(row):
         return {**row, "draw": torch.rand(1)}
@@ -143,8 +141,7 @@ def test_each_source_of_a_mixture_is_validated_on_its_own_split(kind, tiny_model
         (tmp_path / name).mkdir()
         for split, count in (("train", 12), ("validation", 3)):
             rows = [{"text": f"{text} {number} " * 9, "label": number % 2} for number in range(count)]
-            file = tmp_path / name / f"{split}.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(tmp_path / name / f"{split}.jsonl", rows)
     named = {"dataset_name": tuple(str(tmp_path / name) for name in words), "mix_weights": (1.0, 1.0)}
     named |= {"validation_split_name": "validation", "preprocessing_num_workers": 1}
     if kind == "chat":

@@ -1,7 +1,4 @@
-"""Images in conversations: the forms of data, the model's own processor, and runs on several launches.
-
-The references are plain transformers: the processor's own chat template, and the model's forward pass.
-"""
+"""Images in conversations, beside plain transformers: the processor's own chat template, the model's forward pass."""
 
 import base64
 import io
@@ -9,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +28,16 @@ from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.loaders import see_images
 from shared.text.options import ChatConfig, VisionConfig
-from tests.conftest import run, run_here, slow
+from tests.conftest import instead, learn_here, run, slow, write_lines
 from tests.run.test_evaluate import evaluated
 from tests.vision_models import FAMILIES, make
+from tools import audit
 
-SIZES = [(60, 40), (30, 90), (112, 112)]
 
-
-def noise(path: Path, width: int, height: int, seed: int = 0) -> Image.Image:
+def noise(path: Path, width: int, height: int, seed: int = 0) -> None:
     pixels = np.random.default_rng((seed, width, height)).integers(0, 255, (height, width, 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(pixels)
-    image.save(path)
-    return image
+    Image.fromarray(pixels).save(path)
 
 
 def turn(role, *parts):
@@ -55,28 +49,17 @@ def picture(path):
     return {"type": "image", "path": path}
 
 
-def write(path: Path, records) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """A file of three conversations: with one image, with two and two answers, and without any."""
     folder = tmp_path_factory.mktemp("three")
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate([(60, 40), (30, 90), (112, 112)]):
         noise(folder / f"{number}.png", *size)
-    records = [
-        [turn("user", picture("0.png"), "What is this?"), turn("assistant", "A picture of noise.")],
-        [
-            turn("user", "Compare ", picture("1.png"), " and ", picture("2.png")),
-            turn("assistant", "The second is larger."),
-            turn("user", "Sure?"),
-            turn("assistant", "Yes."),
-        ],
-        [turn("user", "No image here."), turn("assistant", "Right.")],
-    ]
-    return write(folder / "three.jsonl", [{"messages": messages} for messages in records])
+    one = [turn("user", picture("0.png"), "What is this?"), turn("assistant", "A picture of noise.")]
+    two = [turn("user", "Compare ", picture("1.png"), " and ", picture("2.png")), turn("assistant", "The second is larger.")]
+    two += [turn("user", "Sure?"), turn("assistant", "Yes.")]
+    none = [turn("user", "No image here."), turn("assistant", "Right.")]
+    return write_lines(folder / "three.jsonl", [{"messages": messages} for messages in (one, two, none)])
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +76,7 @@ def many(tmp_path_factory):
         question = " ".join([str(number), *words])
         answer = " ".join(rng.choices(["a", "picture", "of", "noise", "and", "more"], k=rng.randint(1, 12)))
         records.append({"messages": [turn("user", *map(picture, names), question), turn("assistant", answer)]})
-    return write(folder / "many.jsonl", records)
+    return write_lines(folder / "many.jsonl", records)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +84,9 @@ def models(tmp_path_factory):
     """A function: family -> folder of its tiny model."""
     root = tmp_path_factory.mktemp("vision-models")
 
+    @cache
     def folder(family):
-        if not (root / family).exists():
-            make(family, root / family)
+        make(family, root / family)
         return root / family
 
     return folder
@@ -170,18 +153,14 @@ def base(models, many):
     return (*BASE, "--train_file", many, "--model_name_or_path", models("qwen2_5_vl"), "--learning_rate", 1e-3)
 
 
-@pytest.fixture(scope="module")
-def one_process(base, tmp_path_factory):
-    return run("full_finetune", tmp_path_factory.mktemp("one") / "run", *base)
-
-
 EACH_ONE = ("--per_device_train_batch_size", 1)
 SEES = ("--train_vision", "all", "--vision_lr_scale", 0.5)
 
 
 @pytest.fixture(scope="module")
-def tower_too(base, tmp_path_factory):
-    return run("full_finetune", tmp_path_factory.mktemp("tower") / "run", *base, *SEES)
+def one_process(base, tmp_path_factory):
+    """A function: flags -> what one process learns with them."""
+    return cache(lambda *flags: run("full_finetune", tmp_path_factory.mktemp("one") / "run", *base, *flags))
 
 
 @pytest.mark.parametrize(
@@ -196,14 +175,13 @@ def tower_too(base, tmp_path_factory):
         slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
     ],
 )
-def test_every_launch_learns_the_same(request, one_process, base, tmp_path, processes, config, flags, strategy):
+def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, config, flags, strategy):
     """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
-    reference = request.getfixturevalue("tower_too") if "--train_vision" in flags else one_process
+    reference = one_process(*(SEES if "--train_vision" in flags else ()))
     result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
     manifest = result.manifest(6)
     assert (manifest["world_size"], manifest["strategy"]) == (processes, f"{strategy} on cpu, fp32")
-    for step, loss in reference.losses.items():
-        assert result.losses[step] == pytest.approx(loss, rel=1e-5)
+    assert result.losses == pytest.approx(reference.losses, rel=1e-5)
     assert result.last("eval_loss") == pytest.approx(reference.last("eval_loss"), rel=1e-5)
 
 
@@ -216,9 +194,7 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
     folder = models(family)
     flags = ("--train_file", three, "--validation_file", three, "--model_name_or_path", folder, "--merge_adapter")
     flags += ("--max_steps", 2, "--global_batch_size", 2, "--seq_length", 1024, "--show_answers", 0)
-    run_here("lora_finetune", *flags, "--learning_rate", 1e-2, "--output_dir", tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    wanted = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    wanted = learn_here("lora_finetune", tmp_path / "run", *flags, "--learning_rate", 1e-2).each("eval_loss")
     assert abs(wanted[-1] - wanted[0]) > 1e-3  # the adapter does something
     samples = opened(three, folder)
     batch = samples.collate([samples[index] for index in range(3)])
@@ -232,9 +208,9 @@ def test_adapters_and_merged_weights_of_each_family_load_elsewhere(models, three
 
 
 @pytest.mark.slow
-def test_the_tower_is_trained_if_asked_alone(base, models, one_process, tower_too):
+def test_the_tower_is_trained_if_asked_alone(models, one_process):
     before = load_file(models("qwen2_5_vl") / "model.safetensors")
-    for result, moves in ((one_process, False), (tower_too, True)):
+    for result, moves in ((one_process(), False), (one_process(*SEES), True)):
         tower = {name for name in before if ".visual." in f".{name}" or name.startswith("visual.")}
         moved = {name for name in tower if not torch.equal(before[name], result.weights()[name])}
         assert tower and (moved == tower if moves else not moved)
@@ -244,10 +220,8 @@ def test_answers_to_prompts_with_images_are_those_of_plain_transformers(models, 
     """Two ranks answer prompts with and without images; final/ loads with its processor, `ask` takes an image."""
     base = models("qwen2_5_vl")
     flags = (*BASE, "--train_file", many, "--validation_file", many, "--model_name_or_path", base)
-    flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3)
-    result = run(
-        "lora_finetune", tmp_path / "run", *flags, "--merge_adapter", processes=2, config="fsdp2", env={"TESTS_PAINT": "1"}
-    )
+    flags += ("--eval_answers", 5, "--max_new_tokens", 6, "--max_steps", 2, "--learning_rate", 1e-3, "--merge_adapter")
+    result = run("lora_finetune", tmp_path / "run", *flags, processes=2, config="fsdp2", env={"TESTS_PAINT": "1"})
     rows = [json.loads(line) for line in (result.folder / "answers.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"] == 2]
     assert len(rows) == 5 and (result.folder / "answers.png").stat().st_size > 10_000
@@ -285,6 +259,7 @@ def asks(*parts):
 
 
 IN_TEXT = [{"role": "user", "content": f"<image>{COLOUR}"}, {"role": "assistant", "content": "Grey."}]
+SHARED = [{"from": "human", "value": f"<image>{COLOUR}"}, {"from": "gpt", "value": "Grey."}]
 
 
 def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
@@ -303,10 +278,7 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
         "image_url": asks({"type": "image_url", "image_url": {"url": url}}, COLOUR),
         "next of the column": {"images": ["a/x.png"], "messages": [turn("user", {"type": "image"}, COLOUR), ANSWER]},
         "column": {"image": "a/x.png", "messages": IN_TEXT},
-        "ShareGPT": {
-            "images": ["a/x.png"],
-            "conversations": [{"from": "human", "value": f"<image>{COLOUR}"}, {"from": "gpt", "value": "Grey."}],
-        },
+        "ShareGPT": {"images": ["a/x.png"], "conversations": SHARED},
         "Alpaca": {"images": "a/x.png", "instruction": f"<image>{COLOUR}", "output": "Grey."},
         "prompt": {"image": "a/x.png", "prompt": IN_TEXT[:1], "completion": IN_TEXT[1:]},
         "bytes": {"images": [as_bytes], "messages": IN_TEXT},
@@ -318,7 +290,7 @@ def test_all_forms_of_data_read_to_the_same_tokens(models, tmp_path):
             file = tmp_path / "bytes.parquet"
             pq.write_table(pa.Table.from_pylist([record]), file)
         else:
-            write(file, [record])
+            write_lines(file, [record])
         assert see_images(ChatConfig(train_file=(str(file),))), name
         samples = opened(file, folder)
         pixels = np.asarray(samples.images(samples.pictures(0))[0]).tolist()
@@ -361,7 +333,7 @@ def test_bad_images_are_one_line_with_their_place(models, tmp_path, record, sett
     (folder / "thin.png").write_bytes(png(2, 500))
     (folder / "cut.png").write_bytes(png(200, 200)[:90])
     with pytest.raises(ConfigError, match=message):
-        opened(write(folder / "bad.jsonl", [record]), models("qwen2_5_vl"), **settings)
+        opened(write_lines(folder / "bad.jsonl", [record]), models("qwen2_5_vl"), **settings)
 
 
 def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
@@ -371,7 +343,7 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
     (tmp_path / "thin.png").write_bytes(png(2, 500))
     names = ["gone.png", "thin.png", "large.png", "small.png"]
     records = [asks(picture(name), f"{COLOUR} {name}") for name in names]
-    file = write(tmp_path / "some.jsonl", [*records, asks("No image.")])
+    file = write_lines(tmp_path / "some.jsonl", [*records, asks("No image.")])
     samples = opened(file, models("qwen2_5_vl"), seq_length=34, skip_bad_images=True)
     assert [[picture.width for picture in samples.pictures(i)] for i in range(len(samples))] == [[40], []]
     said = capsys.readouterr().err
@@ -387,11 +359,26 @@ def test_bad_and_long_samples_are_left_out_and_said(models, tmp_path, capsys):
 def test_adapters_stand_on_the_tower_if_named(base, tmp_path):
     """By names that the language model does not have; they are trained, and saved."""
     flags = ("--lora_target_modules", "q_proj", "visual.blocks.0.attn.qkv", "--max_steps", 2)
-    run_here("lora_finetune", *base, *flags, "--output_dir", tmp_path / "run")
-    weights = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    weights = learn_here("lora_finetune", tmp_path / "run", *base, *flags).weights()
     tower = {name: weight for name, weight in weights.items() if "visual" in name}
     assert len(tower) == 2 and len(weights) == 6  # of two layers of text
     assert all(weight.abs().max() > 0 for weight in weights.values())
+
+
+def test_images_are_mixed_with_texts_in_any_order(base, many, tmp_path):
+    rows = [asks(f"No image {number}.") for number in range(12)]
+    place = base.index(many) + 1
+    flags = (*base[:place], write_lines(tmp_path / "texts.jsonl", rows), *base[place:], "--mix_weights", 3, 1)
+    flags = (*instead(flags, "--max_steps", 3), "--order", "file", "--audit_data")
+    learn_here("lora_finetune", tmp_path / "run", *flags)
+    records = audit.records_of_steps(tmp_path / "run")
+    first = records[1][1][many.name]
+    assert [sum(sample < first for sample in samples) for _, _, samples in records.values()] == [6, 6, 6]
+    parts = json.loads((tmp_path / "run/data.json").read_text())["parts"]
+    assert parts[str(tmp_path / "texts.jsonl")]["samples"] == 12 and parts["in all"]["found"].keys() <= {
+        "duplicates",
+        "overlap",
+    }
 
 
 def with_template(model, folder, change):
@@ -405,17 +392,14 @@ def with_template(model, folder, change):
 @pytest.mark.parametrize("family", ["llava_onevision", slow("qwen2_5_vl")])
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
 def test_turns_with_images_after_the_last_learned_one_are_left_out(models, tmp_path, family, end):
-    """LLaVA-OneVision divides an image that is alone: tokens and pixels of samples and of prompts are plain transformers'.
-
-    The digest of an image, not its place, tells samples apart.
-    """
+    """LLaVA-OneVision divides an image that is alone. The digest of an image, not its place, tells samples apart."""
     folder = with_template(models(family), tmp_path / "model", lambda text: text.replace("<|im_end|>", end))
     (tmp_path / "moved").mkdir()
     for name, size in {"a.png": (40, 30), "b.png": (70, 30), "moved/a.png": (40, 30), "moved/b.png": (70, 30)}.items():
         (tmp_path / name).write_bytes(png(*size))
     messages = [turn("user", picture("a.png"), COLOUR), ANSWER, turn("user", picture("b.png"), "And now?")]
     messages.append(turn("assistant", "Grey.") | {"weight": 0})
-    files = [write(tmp_path / place / "two.jsonl", [{"messages": messages}]) for place in (".", "moved")]
+    files = [write_lines(tmp_path / place / "two.jsonl", [{"messages": messages}]) for place in (".", "moved")]
     samples, moved = (opened(file, folder) for file in files)
     processor = AutoProcessor.from_pretrained(folder)
     image = {"type": "image", "image": Image.open(tmp_path / "a.png")}
@@ -464,11 +448,12 @@ def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, mode
 
 def test_a_resumed_run_repeats_the_rest_bit_for_bit(base, one_process, tmp_path):
     """With worker processes."""
-    start = one_process.folder / "checkpoint-000003"
+    straight = one_process()
+    start = straight.folder / "checkpoint-000003"
     again = run("full_finetune", tmp_path / "run", *base, "--resume_from_checkpoint", start)
-    assert again.losses == {step: loss for step, loss in one_process.losses.items() if step > 3}
-    for name, weight in one_process.weights().items():
-        assert torch.equal(weight, again.weights()[name]), name
+    assert again.losses == {step: loss for step, loss in straight.losses.items() if step > 3}
+    ours, theirs = again.weights(), straight.weights()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
 
 
 @pytest.mark.slow

@@ -26,18 +26,15 @@ def learns(tiny_model):
 
 def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
     """slime#330 (2025): a template without tools wrote a call as an empty answer, and that was learned."""
-    refusal = r"^here: .*nothing of what the assistant says in message 2, so an empty answer .* \('look' is missing\)"
+    refusal = r"^here: .*nothing of what the assistant says in message 2, so an empty answer .* \('{}' is missing\)"
     for template, loss_on in ((CHATML, "assistant"), (CHATML, "all"), (ENDLESS, "assistant"), (None, "assistant")):
         for content in ("", None):  # as OpenAI returns it
-            with pytest.raises(ConfigError, match=refusal):
+            with pytest.raises(ConfigError, match=refusal.format("look")):
                 learns([USER, {**CALL, "content": content}, MORE, LAST], template, loss_on)
+    short = {"name": "n", "arguments": {"d": "m"}}  # letters of `<|im_end|>`, taken for a written name
+    with pytest.raises(ConfigError, match=refusal.format(r"\w")):
+        learns([USER, {**CALL, "tool_calls": [{"function": short}]}, MORE, LAST])
     assert learns([USER, {**CALL, "weight": 0}, MORE, LAST]) == ["it saw many<|im_end|>"]
-
-
-def test_a_dropped_call_whose_words_are_in_the_end_token_is_refused(learns):
-    """slime#330 (2025), again: `n` is a letter of `<|im_end|>`, and was taken for a written name."""
-    with pytest.raises(ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"):
-        learns([USER, {**CALL, "tool_calls": [{"function": {"name": "n", "arguments": {"d": "m"}}}]}, MORE, LAST])
 
 
 CALLS = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] + (c['function']['arguments'] | tojson) }}{% endfor %}"
@@ -65,26 +62,26 @@ def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, val
         learns(without, CALLS.replace("m['tool_calls'] or []", "[]"))
 
 
+GIVEN = {"tool_calls": CALL["tool_calls"]}
+OLDER = {"content": "", "function_call": CALL["tool_calls"][0]["function"]}
+
+
 @pytest.mark.parametrize("template", [CALLS, JOINED_CALLS], ids=["direct", "joined"])
-@pytest.mark.parametrize("nothing", [{}, {"content": None}, {"content": None, "refusal": None, "function_call": None}])
-def test_a_null_content_beside_calls_is_as_an_absent_one(learns, template, nothing):
-    """OpenAI returns it so: platform.openai.com/docs/api-reference/chat (2023). Templates wrote None, or refused."""
-    call = {"role": "assistant", "tool_calls": CALL["tool_calls"], **nothing}
+@pytest.mark.parametrize("said", [{"content": "", **GIVEN}, {"content": None, "function_call": None, **GIVEN}, GIVEN, OLDER])
+def test_each_form_of_a_call_without_a_text_is_learned(learns, template, said):
+    """OpenAI returns both: platform.openai.com/docs/api-reference/chat (2023). Templates wrote None, or refused.
+
+    The older form was passed over, and an empty answer was learned.
+    """
     written = ['look{"city": "Rome"}<|im_end|>', "it saw many<|im_end|>"]
-    for turn in (call, CALL):
-        assert learns([USER, turn, {"role": "tool", "content": "it saw"}, LAST], template) == written
+    call, result = {"role": "assistant", **said}, {"role": "tool", "content": "it saw"}
+    assert learns([USER, call, result, LAST], template) == written
 
 
 def test_a_call_that_begins_a_conversation_is_refused(learns):
     """The header of an answer cannot be told from the name that is called."""
     with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
         learns([CALL, {"role": "tool", "content": "it saw"}, LAST], CALLS)
-
-
-def test_the_older_form_of_a_call_is_learned(learns):
-    """OpenAI's `function_call` (2023) was passed over, and an empty answer was learned."""
-    older = {"role": "assistant", "content": "", "function_call": CALL["tool_calls"][0]["function"]}
-    assert learns([USER, older], CALLS) == ['look{"city": "Rome"}<|im_end|>']
 
 
 def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
@@ -247,7 +244,7 @@ def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name
     """Answers that people have marked as bad were learned as good ones (a common report)."""
     rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], **columns}] * 3
     names = tuple(columns)
-    refusal = rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$"
+    refusal = rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}( \(\d more: .*\))?$"
     for _ in range(2):  # the second time, allowed data have been prepared
         with pytest.raises(ConfigError, match=refusal):
             prepared(rows)

@@ -1,7 +1,5 @@
 """Documents that share a sequence of pretraining can be kept apart."""
 
-import json
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +14,7 @@ from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.packing import collate_packed
-from tests.conftest import run_here
+from tests.conftest import learn_here
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -48,13 +46,11 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
 def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model, tmp_path):
     """The template said nothing about it."""
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 1)
-    run = partial(run_here, "pretrain", *flags, "--eval_samples", 2, "--output_dir")
-    run(tmp_path / "together")
-    summary = (tmp_path / "together/summary.txt").read_text()
-    assert "those of one sequence attend to each other (--isolate_documents keeps" in summary
-    run(tmp_path / "apart", "--isolate_documents", "--dataloader_num_workers", 1)
-    assert "documents kept apart by an attention mask" in (tmp_path / "apart/summary.txt").read_text()
-    metrics = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("together", "apart")]
-    assert json.loads(metrics[0][1])["loss"] != json.loads(metrics[1][1])["loss"]
+    together = learn_here("pretrain", tmp_path / "together", *flags, "--eval_samples", 2)
+    assert "those of one sequence attend to each other (--isolate_documents keeps" in together.summary
+    more = ("--eval_samples", 2, "--isolate_documents", "--dataloader_num_workers", 1)
+    apart = learn_here("pretrain", tmp_path / "apart", *flags, *more)
+    assert "documents kept apart by an attention mask" in apart.summary
+    assert together.losses[1] != apart.losses[1]
     with pytest.raises(ConfigError, match="--streaming does not work with --isolate_documents"):
         CorpusConfig(streaming=True, isolate_documents=True)

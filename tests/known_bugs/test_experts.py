@@ -13,7 +13,7 @@ from shared.models.loss import causal_lm_loss
 from shared.models.options import ModelConfig
 from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
-from tests.conftest import Run, run_here
+from tests.conftest import learn_here
 from tests.small_models import VOCAB, tokens, words
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -27,20 +27,16 @@ def architecture(tmp_path_factory):
     return folder
 
 
-def losses_of(folder):
-    return [(row["loss"], row.get("aux_loss")) for row in Run(folder, 0, "").rows if "loss" in row]
-
-
 def test_experts_are_balanced_when_they_are_trained_from_scratch(architecture, text_file, tmp_path, capsys):
     """Automodel#1408 (2025): the auxiliary loss was left out. Here also: it is the same in micro-batches of any size."""
     flags = ("--config_name", architecture, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32)
     flags = (*flags, "--global_batch_size", 8, "--max_steps", 2, "--eval_samples", 2)
-    run_here("pretrain", *flags, "--per_device_train_batch_size", 8, "--output_dir", tmp_path / "at once")
+    rows = "--per_device_train_batch_size"
+    at_once, in_parts = (learn_here("pretrain", tmp_path / str(n), *flags, rows, n) for n in (8, 2))
     assert "aux_loss balances the experts, times the config's router_aux_loss_coef 0.5" in capsys.readouterr().err
-    run_here("pretrain", *flags, "--per_device_train_batch_size", 2, "--output_dir", tmp_path / "in parts")
-    at_once, in_parts = (losses_of(tmp_path / name) for name in ("at once", "in parts"))
-    for one, other in zip(at_once, in_parts, strict=True):
-        assert one[1] > 0 and other == pytest.approx(one, rel=1e-5)
+    assert len(at_once.each("aux_loss")) == 2 and min(at_once.each("aux_loss")) > 0
+    for key in ("loss", "aux_loss"):
+        assert in_parts.each(key) == pytest.approx(at_once.each(key), rel=1e-5)
 
 
 def test_the_balancing_loss_is_that_of_each_row_without_its_padding(tmp_path):

@@ -8,17 +8,9 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import transformers
 from accelerate import PartialState
 from PIL import Image
-from transformers import (
-    AutoModelForSequenceClassification,
-    BartConfig,
-    BertConfig,
-    DebertaV2Config,
-    DistilBertConfig,
-    LlamaConfig,
-    RobertaConfig,
-)
 
 from shared.images.decoding import FORMATS
 from shared.images.files import prepare
@@ -30,20 +22,15 @@ from shared.text.labelled import collate
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 SIZES |= {"pad_token_id": 1, "num_labels": 3}
-BART = {
-    f"{side}_{key}": n
-    for side in ("encoder", "decoder")
-    for key, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 48))
-}
+BART = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "d_model": 32, "eos_token_id": 2}
+BART |= {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
 CLASSIFIERS = {
-    "bert": BertConfig(**SIZES),
-    "roberta": RobertaConfig(**SIZES),
-    "distilbert": DistilBertConfig(
-        vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=48, pad_token_id=1, num_labels=3
-    ),
-    "deberta": DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"]),
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
-    "bart": BartConfig(**BART, vocab_size=40, d_model=32, pad_token_id=1, eos_token_id=2, num_labels=3),
+    "bert": transformers.BertConfig(**SIZES),
+    "roberta": transformers.RobertaConfig(**SIZES),
+    "distilbert": transformers.DistilBertConfig(**SIZES, dim=32, n_layers=2, n_heads=2, hidden_dim=48),
+    "deberta": transformers.DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=1),
+    "bart": transformers.BartConfig(**BART, vocab_size=40, pad_token_id=1, num_labels=3),
 }
 READ_THE_DEVICE = {"bart"}  # by its own code: it looks up which tokens are the end
 
@@ -140,7 +127,7 @@ def test_texts_with_padding_turn_off_the_kernel_that_may_give_nan_and_are_not_re
     And transformers reads a padding mask from the device in each forward (masking_utils._ignore_bidirectional_mask_sdpa).
     """
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(CLASSIFIERS[name])
+    model = transformers.AutoModelForSequenceClassification.from_config(CLASSIFIERS[name])
     torch.backends.cuda.enable_cudnn_sdp(True)
     padded, full = texts(64, 37), texts(64, 64)
     plain = {key: value for key, value in padded.items() if key != "labels"}

@@ -72,7 +72,6 @@ def test_half_of_tied_weights_is_said(modules, capsys):
     model = build("llama", tie_word_embeddings=True)
     adapters._new_adapters(model, AdapterConfig(modules_to_save=(*modules,)), "CAUSAL_LM")
     assert "name embed_tokens and lm_head to train both" in capsys.readouterr().err
-    adapters._new_adapters(
-        build("llama", tie_word_embeddings=True), AdapterConfig(modules_to_save=("embed_tokens", "lm_head")), "CAUSAL_LM"
-    )
+    both = AdapterConfig(modules_to_save=("embed_tokens", "lm_head"))
+    adapters._new_adapters(build("llama", tie_word_embeddings=True), both, "CAUSAL_LM")
     assert "to train both" not in capsys.readouterr().err

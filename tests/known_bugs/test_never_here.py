@@ -1,11 +1,8 @@
 """Known bugs of other trainers, each with a reference computed plainly: see docs/internals/known_bugs.md.
 
-Only the last of the section on weights ever was here.
+Only the names of compiled weights ever were wrong here.
 """
 
-import contextlib
-import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,40 +10,33 @@ import torch
 from accelerate import Accelerator, DistributedType
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shared.answers import evaluation
 from shared.config.options import OptimConfig, SpeedConfig
-from shared.data.order import IGNORED
-from shared.data.store import Notes
-from shared.evaluation.kinds import SampleLosses
+from shared.data.notes import Notes
 from shared.images import files
-from shared.images.options import ImageConfig, RecipeConfig
+from shared.images.options import ImageConfig
 from shared.models import adapters, pretraining
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
-from shared.models.loss import causal_lm_loss
+from shared.models.blocks import compile_blocks
 from shared.models.options import AdapterConfig, ModelConfig
 from shared.models.weights import evaluation_weights
 from shared.parallel.strategy import Strategy
 from shared.run import launch
-from shared.run.run import Run
 from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example
 from shared.text.options import ChatConfig
 from shared.training import optim
-from tests.conftest import load_template, paint
+from tests.conftest import paint
 from tests.run.test_checkpoint import make as checkpointer
-from tests.small_models import VOCAB, llama, tokens, words
+from tests.small_models import VOCAB, llama, words
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB}
-FP32_LAUNCH, BF16_LAUNCH = (SimpleNamespace(mixed_precision=p, distributed_type=DistributedType.NO) for p in ("no", "bf16"))
 
 
-def saved(folder, dtype=torch.bfloat16, **changes) -> str:
+def saved(folder) -> str:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, **changes)).to(dtype).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16().save_pretrained(folder)
     return str(folder)
 
 
@@ -55,56 +45,9 @@ def to_pretrain(name):
     return pretraining.build_causal_lm(ModelConfig(model_name_or_path=name), words(VOCAB), **options)
 
 
-def to_fine_tune(name, launched=FP32_LAUNCH, **options):
-    adapter = AdapterConfig(**options)
-    return adapters.add_adapters(adapters.load_base(name, adapter, SpeedConfig(), launched), adapter)
-
-
-# The loss --------------------------------------------------------------------------------------------------------------
-
-
-def test_class_weights_are_not_normalised_by_a_micro_batch():
-    """pytorch#72047 (2022): a weighted mean divides by the weights of its own rows, so accumulated means differ."""
-    torch.manual_seed(0)
-    logits, labels = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 2, 2])
-    weight, smoothing = torch.tensor([0.5, 4.0, 1.0]), 0.1
-    losses = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
-    expected = (weight[labels] * losses).sum()  # each image by the weight of its class, and by no other
-
-    data = SimpleNamespace(problem_type="single_label", classes=("a", "b", "c"), class_weights=lambda _: weight)
-    setup = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(mix_weights=())), device="cpu")
-    sample_losses = SampleLosses(setup, data, RecipeConfig(class_weights="balanced", label_smoothing=smoothing))
-
-    def loss_of(rows, fill=0):
-        def model(pixel_values):
-            return SimpleNamespace(logits=pixel_values)
-
-        batch = {
-            "pixel_values": F.pad(logits[rows], (0, 0, 0, fill)),
-            "labels": F.pad(labels[rows], (0, fill), value=IGNORED),
-        }
-        return load_template("image_classification").ImageLoss(model, lambda images: images, sample_losses)(batch)
-
-    for parts in ([slice(0, 6)], [slice(0, 3), slice(3, 6)], [slice(0, 2), slice(2, 6)]):
-        torch.testing.assert_close(sum(map(loss_of, parts)), expected)
-    torch.testing.assert_close(loss_of(slice(0, 4), fill=2) + loss_of(slice(4, 6), fill=1), expected)
-
-
-def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
-    """A common report: the mean over batches of each batch's perplexity weighs tokens by how short their batch is."""
-    logged = {}
-    sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
-    monkeypatch.setattr(evaluation, "TokenLoss", lambda _: lambda _: next(sums))
-    config = SimpleNamespace(show_answers=0, eval_answers=0)
-    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=config)
-    run.mean_loss = partial(Run.mean_loss, run)
-    run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
-    run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
-    evaluation.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=[]), None, None)
-    assert logged == {"eval_loss": pytest.approx(11 / 6), "eval_perplexity": pytest.approx(math.exp(11 / 6))}
-
-
-# Text ------------------------------------------------------------------------------------------------------------------
+def to_fine_tune(name, **options):
+    adapter, in_bf16 = AdapterConfig(**options), SimpleNamespace(mixed_precision="bf16", distributed_type=DistributedType.NO)
+    return adapters.add_adapters(adapters.load_base(name, adapter, SpeedConfig(), in_bf16), adapter)
 
 
 def test_a_prompt_whose_tokens_are_no_prefix_leaves_no_answer_out():
@@ -135,14 +78,11 @@ def test_an_answer_that_is_cut_is_counted_and_does_not_end(tiny_model):
         assert (ids[-1] == end) == (not cut) and notes.counts["cut"] == cut
 
 
-# Weights ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["pretrain", "modules_to_save"])
 def test_small_updates_of_weights_that_were_saved_in_bf16_are_not_rounded_away(tmp_path, way):
     """torchao#1124 (2024): a step of 1e-5 on a weight of 1 leaves bf16 as it was, and training stands still."""
     name = saved(tmp_path)
-    model = to_pretrain(name) if way == "pretrain" else to_fine_tune(name, BF16_LAUNCH, modules_to_save=("lm_head", "norm"))
+    model = to_pretrain(name) if way == "pretrain" else to_fine_tune(name, modules_to_save=("lm_head", "norm"))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert any("norm" in name for name in trained)
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -156,7 +96,7 @@ def test_small_updates_of_weights_that_were_saved_in_bf16_are_not_rounded_away(t
 
 def test_positions_of_a_16_bit_base_are_computed_in_fp32(tmp_path):
     """transformers#29285 (2024): angles of rotary embeddings in bf16 cannot tell the position 2049 from 2048."""
-    model = to_fine_tune(saved(tmp_path), BF16_LAUNCH)
+    model = to_fine_tune(saved(tmp_path))
     rotary = model.get_base_model().model.rotary_emb
     positions, width = torch.tensor([[1, 2048, 2049]]), SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
     angles = positions[0, :, None].double() / 10000 ** (torch.arange(0, width, 2).double() / width)
@@ -170,23 +110,6 @@ def test_compiled_blocks_keep_the_names_of_their_weights():
     before = [*model.state_dict()]
     compile_blocks(model)
     assert [*model.state_dict()] == before
-
-
-# Gradients -------------------------------------------------------------------------------------------------------------
-
-
-def test_recomputed_blocks_behind_a_frozen_embedding_have_gradients():
-    """transformers#21598 (2023): reentrant checkpointing gives none where no input needs one, as before adapters."""
-    found = []
-    for setting in ("none", "full"):
-        torch.manual_seed(0)
-        model = llama().train()
-        model.get_input_embeddings().requires_grad_(False)
-        set_gradient_checkpointing(model, setting)
-        causal_lm_loss(model, {"input_ids": tokens(2, 8), "labels": tokens(2, 8, seed=1)}).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient)
 
 
 def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
@@ -203,9 +126,6 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
     norm = strategy.clip([layer], 1.0)
     assert norm.item() == pytest.approx(8**0.5)
     assert layer.weight.grad.flatten().tolist() == pytest.approx([8**-0.5] * 6)
-
-
-# Images ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_training(tmp_path, monkeypatch):
@@ -235,14 +155,3 @@ def test_neither_a_save_nor_an_evaluation_changes_statistics_of_batch_norm(tmp_p
         torch.testing.assert_close(written[name], value)
         torch.testing.assert_close(during[name], value)
     assert before and all(torch.equal(value, before[name]) for name, value in model.named_buffers())
-
-
-def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
-    """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
-    model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
-    nothing = contextlib.nullcontext
-    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, average=None)
-    run._stop_if_asked, run.accelerator, run.unwrap = lambda now: None, Accelerator(cpu=True), lambda model: model
-    with Run.evaluating(run, model):
-        assert not any(module.training for module in model.modules())
-    assert [module.training for module in model.modules()] == [True, False, True, True]

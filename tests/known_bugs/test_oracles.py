@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen2AudioProcessor, pipeline
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2AudioProcessor, pipeline
 from transformers.models.auto import modeling_auto
 from transformers.models.llama4 import processing_llama4
 from transformers.models.smolvlm import processing_smolvlm
@@ -31,9 +31,8 @@ from shared.models.isolation import isolate_documents
 from shared.models.loss import causal_lm_loss
 from shared.models.weights import gather_weights
 from shared.process.errors import ConfigError
-from shared.text.encoder import Encoder
-from shared.text.forms import Example
 from shared.text.packing import Packed, collate_packed, collate_padded
+from tests.chats import TURNS, Learns
 from tests.conftest import load_template, slow
 from tests.small_models import words
 
@@ -219,9 +218,6 @@ def test_final_classifies_as_the_evaluation_did(name: str, image_folder: Any, tm
     torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
 
-TURNS = [("system", "be brief"), ("user", "a line"), ("assistant", "says what"), ("user", "next"), ("assistant", "it saw")]
-
-
 @pytest.mark.parametrize(
     ("template", "end"),
     [
@@ -232,12 +228,6 @@ TURNS = [("system", "be brief"), ("user", "a line"), ("assistant", "says what"),
 )
 def test_a_chat_template_learns_answers_and_their_ends(template: str, end: str, tiny_model: Any) -> None:
     """Found here in 2026: a template for lists of parts left out all text, and the loss counted the ends of turns alone."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = template
-    marks = re.findall(r"<\|\w+\|>|<end_of_utterance>", template)
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(marks))})
-    example = Example([{"role": role, "content": content} for role, content in TURNS])
-    ids, learned = Encoder(tokenizer, "assistant")(example, "here")
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
-    texts = [str(tokenizer.decode([ids[i] for i in run])).strip() for run in runs if learned[run[0]]]
-    assert texts == [f"says what{end}", f"it saw{end}"]
+    learns, marks = Learns(tiny_model), re.findall(r"<\|\w+\|>|<end_of_utterance>", template)
+    learns.tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(marks))})
+    assert [text.strip() for text in learns(TURNS, template)] == [f"says what{end}", f"it saw many{end}"]

@@ -16,7 +16,7 @@ from shared.run import launch
 from shared.run.checkpoint_files import CheckpointError
 from shared.run.resumable import require_resumable
 from shared.run.state import TrainState
-from tests.conftest import Run, SmallConfig, run, run_here
+from tests.conftest import SmallConfig, learn_here, with_fault
 from tests.run.test_checkpoint import make as checkpointer
 from tests.run.test_checkpoint import train
 
@@ -24,12 +24,10 @@ from tests.run.test_checkpoint import train
 @pytest.fixture(scope="module")
 def trained(text_file, tiny_model, tmp_path_factory):
     """A pretraining run of 4 steps, and its flags."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--global_batch_size", 8)
     flags = (*flags, "--per_device_train_batch_size", 4, "--eval_samples", 2, "--eval_steps", 9, "--save_steps", 2)
     flags = (*flags, "--lr_scheduler_type", "wsd", "--warmup_steps", 0.2)
-    run_here("pretrain", "--output_dir", folder, *flags, "--max_steps", 4)
-    return Run(folder, 0, ""), flags
+    return learn_here("pretrain", tmp_path_factory.mktemp("trained") / "run", *flags, "--max_steps", 4), flags
 
 
 @pytest.mark.parametrize("name", ["global_batch_size", "mix_weights"])
@@ -44,9 +42,9 @@ def test_no_sample_is_used_twice_or_skipped(tmp_path, name):
 def test_the_jump_of_the_learning_rate_is_said(trained, tmp_path, capsys):
     done, flags = trained
     shutil.copytree(done.folder, tmp_path / "run")
-    run_here("pretrain", "--output_dir", tmp_path / "run", *flags, "--max_steps", 6, "--allow_changed", "max_steps")
+    more = learn_here("pretrain", tmp_path / "run", *flags, "--max_steps", 6, "--allow_changed", "max_steps")
     was, now = re.search(r"learning rate goes from (\S+) to (\S+) here", capsys.readouterr().err).groups()
-    (rate,) = (row["learning_rate"] for row in Run(tmp_path / "run", 0, "").rows if row["step"] == 5)
+    (rate,) = (row["learning_rate"] for row in more.rows if row["step"] == 5)
     assert float(was) == 0 and 0 < float(now) == pytest.approx(rate, rel=0.01)
 
 
@@ -55,17 +53,16 @@ def test_tensorboard_shows_no_step_twice(trained, tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags = (*trained[1], "--max_steps", 4, "--report_to", "tensorboard")
-    killed = run("pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@4"}, check=False)
+    killed = with_fault("pretrain", tmp_path / "run", "update:kill@4", *flags)
     assert killed.returncode
     for events in (tmp_path / "run").rglob("events.out.tfevents.*"):  # TensorBoard sorts them by second and process
         events.rename(events.with_name(events.name.replace("tfevents.1", "tfevents.0")))
-    run_here("pretrain", "--output_dir", tmp_path / "run", *flags)
+    done = learn_here("pretrain", tmp_path / "run", *flags)
     assert "learning rate goes" not in capsys.readouterr().err
     (events,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*") if path.parent.name == "pretrain"}
     seen = EventAccumulator(str(events))
     seen.Reload()
     assert [event.step for event in seen.Scalars("loss")] == [1, 2, 3, 4]
-    done = Run(tmp_path / "run", 0, "")
     assert [event.value for event in seen.Scalars("loss")] == pytest.approx(done.each("loss"), rel=1e-6)
 
 
@@ -85,9 +82,9 @@ def test_another_optimizer_begins_anew_in_words(tmp_path, capsys, other):
 def test_an_average_begins_at_the_resumed_weights(trained, tmp_path, capsys):
     done, flags = trained
     flags = (*flags, "--resume_from_checkpoint", done.folder / "checkpoint-000002", "--max_steps", 4, "--ema_decay", 0.5)
-    run_here("pretrain", "--output_dir", tmp_path / "run", *flags, "--allow_changed", "ema_decay")
+    averaged = learn_here("pretrain", tmp_path / "run", *flags, "--allow_changed", "ema_decay")
     assert "the moving average begins at the weights of step 2" in capsys.readouterr().err
-    average, last = (r.weights()["model.norm.weight"] for r in (Run(tmp_path / "run", 0, ""), done))
+    average, last = (r.weights()["model.norm.weight"] for r in (averaged, done))
     assert not np.allclose(average, last, atol=1e-7) and np.allclose(average, last, atol=2e-2)
 
 
@@ -101,11 +98,11 @@ OTHER_WEIGHTS = {"lora_r": 2, "use_dora": True}
 def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path, capsys):
     flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--show_answers", 0)
     flags = (*flags, "--global_batch_size", 8, "--max_steps", 4, "--save_steps", 2, "--packing", "on")
-    run("lora_finetune", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@4"}, check=False)
+    with_fault("lora_finetune", tmp_path / "run", "update:kill@4", *flags)
 
     def go_on(changes, *more):
         given = [part for name, value in changes.items() for part in (f"--{name}", value)[: 1 if value is True else 2]]
-        run_here("lora_finetune", "--output_dir", tmp_path / "run", *flags, *given, *more)
+        return learn_here("lora_finetune", tmp_path / "run", *flags, *given, *more)
 
     for changes in (*({name: value} for name, value in (CHANGES | OTHER_WEIGHTS).items()), CHANGES):
         capsys.readouterr()
@@ -115,17 +112,7 @@ def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path, capsys):
     for name, value in OTHER_WEIGHTS.items():
         with pytest.raises(CheckpointError, match="does not fit this model"):
             go_on({name: value}, "--allow_changed", name)
-    go_on(CHANGES, "--allow_changed", *CHANGES)
-    assert Run(tmp_path / "run", 0, "").rows[-1]["step"] == 4
-
-
-def test_what_counts_as_better_counts_for_the_patience():
-    """Equal scores go by the loss, for the best weights and for early stopping alike."""
-    state = TrainState(step=1)
-    for step, (accuracy, loss) in enumerate([(0.5, 2.0), (0.5, 1.0), (0.5, 1.5)], 1):
-        state.step = step
-        state.score({"eval_accuracy": accuracy, "eval_loss": loss}, "accuracy")
-    assert state.best_step == 2
+    assert go_on(CHANGES, "--allow_changed", *CHANGES).rows[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(

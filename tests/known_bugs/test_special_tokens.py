@@ -5,15 +5,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BartConfig,
-    BartForSequenceClassification,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shared.config.options import BatchConfig
 from shared.data.loader import Share
@@ -145,8 +139,8 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     shape = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
     sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in shape.items()}
     sizes |= {"vocab_size": 300, "d_model": 32, "max_position_embeddings": 64}
-    config = BartConfig(id2label={0: "bad", 1: "good"}, **ids, **sizes)
-    BartForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    config = transformers.BartConfig(id2label={0: "bad", 1: "good"}, **ids, **sizes)
+    transformers.BartForSequenceClassification(config).save_pretrained(tmp_path / "model")
     bpe().save_pretrained(tmp_path / "model")
     broken = "a line</s> of <s>text</s>"
     records = [{"text": text, "label": ("bad", "good")[n % 2]} for n, text in enumerate([broken, *PLAIN, *PLAIN[:3]])]
@@ -154,9 +148,9 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     flags = ("--train_file", file, "--validation_file", file, "--model_name_or_path", tmp_path / "model")
     flags += ("--seq_length", 32, "--global_batch_size", 8, "--max_steps", 2, "--preprocessing_num_workers", 1)
     run_here("text_classification", *flags, "--output_dir", tmp_path / "run")
-    classify = pipeline("text-classification", model=str(tmp_path / "run/final"), device="cpu", top_k=None)
+    classify = transformers.pipeline("text-classification", model=str(tmp_path / "run/final"), device="cpu", top_k=None)
     scores = {answer["label"]: answer["score"] for answer in classify([broken, PLAIN[0]])[0]}
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/final")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/final")
     whole = [0, *bpe()(broken, add_special_tokens=False, split_special_tokens=True)["input_ids"], 2]
     expected = model(torch.tensor([whole])).logits[0].softmax(-1).tolist()
     assert whole.count(2) == 1

@@ -13,12 +13,9 @@ from pathlib import Path
 
 import pytest
 from jinja2 import UndefinedError
-from transformers import AutoTokenizer
 
 from shared.process.errors import ConfigError
-from shared.text.encoder import Encoder
-from shared.text.forms import read_example, recognise
-from tests.chats import ANSWER, LAST, MORE, TURNS, USER, learned_runs
+from tests.chats import ANSWER, LAST, MORE, TURNS, USER, Learns
 
 LOOK = {"name": "look", "arguments": {"city": "Rome"}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call12345", "function": LOOK}]}
@@ -45,23 +42,19 @@ WITHIN_A_TURN = ("diffusion_gemma",)
 
 def encoded(folder, name, record):
     """(what a template writes, the learned parts of it, a prompt), without end tokens; or a refusal's line and nothing."""
-    template = (FOLDER / f"{name}.jinja").read_text()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template, learns = (FOLDER / f"{name}.jinja").read_text(), Learns(folder)
     controls = re.findall(r"<[|\uff5c/]?[\w\u2581:]+[|\uff5c]?>|<\|\w+\|>", template)
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*controls})})
-    tokenizer.chat_template = template
-    example = read_example(record, recognise(record, "here"), "here")
+    learns.tokenizer.add_special_tokens({"additional_special_tokens": sorted({*controls})})
     try:
-        ids, mask = Encoder(tokenizer, "assistant")(example, "here")
+        parts = learns(record, template)
     except ConfigError as error:
         return str(error), None, ""
-    parts = [tokenizer.decode(ids[start:stop]) for start, stop in learned_runs(mask)]
-    whole, *parts = (re.sub(r"(\s|<[^<>\s]*>)*$", "", part) for part in (tokenizer.decode(ids), *parts))
+    whole, *parts = (re.sub(r"(\s|<[^<>\s]*>)*$", "", part) for part in (learns.text, *parts))
     prompt = []
     for content in (USER["content"], [{"type": "text", "text": USER["content"]}]):
         with contextlib.suppress(UndefinedError, TypeError):
             messages = [{"role": "user", "content": content}]
-            prompt.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            prompt.append(learns.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     return whole, parts, prompt[0]
 
 

@@ -3,6 +3,7 @@
 import re
 from itertools import chain, pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ class Documents:
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 @torch.no_grad()
 def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
+    """Which the trial before training sees."""
     subject = make(name, implementation)
     documents = Documents([11, 9, 6, 5, 4, 3, 1])
     packed = Packed(documents, 20)
@@ -63,6 +65,9 @@ def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
             alone = subject(input_ids=ids, use_cache=False).logits[0]
             torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
             start += ids.shape[1]
+    _, word = isolation.isolate_documents(subject.train(), CPU)
+    assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
+    assert subject.training and not subject.row_form.by_kernel
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("windows", "eager"), ("gpt2", "sdpa")])
@@ -71,11 +76,10 @@ def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradi
     subject = make(name, implementation)
     documents = Documents([11, 9, 6, 5])
     expected = sum(causal_lm_loss(subject, collate_padded([documents[i]])) for i in range(4))
-    gradients = torch.autograd.grad(expected, list(subject.parameters()))
+    gradients = torch.autograd.grad(expected, subject.parameters())
     together = causal_lm_loss(subject, collate_padded([documents[i] for i in range(4)], multiple_of=16))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
-    for one, other in zip(torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(together, subject.parameters()), gradients, atol=1e-4, rtol=1e-4)
 
 
 class HostReads(TorchDispatchMode):
@@ -116,6 +120,8 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     subject = make(name, implementation)
     batch = batches()[kind]
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens", "filled")}
+    assert inputs.keys() == ({"input_ids", "position_ids"} if kind == "packed" else {"input_ids"})
+    assert ("cu_seqlens" in batch) is (kind == "packed")  # only rows of several documents
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
@@ -161,20 +167,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
     assert masks_kept(told=True) == 1
 
 
-def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
-    for kind, batch in batches().items():
-        more = {"position_ids", "cu_seqlens"} if kind == "packed" else set()
-        assert set(batch) - {"input_ids", "labels", "targets", "filled"} == more, kind
-
-
-def test_without_a_row_mask_transformers_does_what_it_did():
-    subject, batch = make("llama"), batches()["packed"]
-    with HostReads() as reads:
-        mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
-    assert (mask.dtype, reads.count) == (torch.bool, 1)
-
-
-def test_a_row_mask_is_known_on_the_host():
+def test_a_row_mask_is_known_on_the_host_and_without_one_transformers_does_what_it_did():
     """There is no value to read on the meta device."""
     mask = attention.row_mask(torch.empty(2, 8, device="meta"), attention.Rows())
     for same in (mask, mask == 1, mask.bool(), mask.to(torch.float32), mask.view(2, -1)):
@@ -183,6 +176,10 @@ def test_a_row_mask_is_known_on_the_host():
         assert type(other) is torch.Tensor
     padded = attention.with_rows(mask, attention.Rows(are_padded=True))
     assert not torch.all(padded == 1)
+    subject, batch = make("llama"), batches()["packed"]
+    with HostReads() as reads:
+        mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
+    assert (mask.dtype, reads.count) == (torch.bool, 1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
@@ -195,14 +192,6 @@ def test_no_forward_reads_from_the_device(family, kind, monkeypatch):
     with torch.device("meta"):
         subject = from_architecture(class_of(config), config)
         attention.forward_rows(subject, batch).logits.sum().backward()
-
-
-@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
-def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
-    subject = make(name, implementation).train()
-    _, word = isolation.isolate_documents(subject, CPU)
-    assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
-    assert subject.training and not subject.row_form.by_kernel
 
 
 class SumsAll(nn.Module):
@@ -223,17 +212,6 @@ class SumsAll(nn.Module):
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
 
-class SumsAllTransformer(SumsAll):
-    """A real model that is not told its positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make("llama")
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
-        return self.inner(input_ids=input_ids, use_cache=use_cache)
-
-
 class CountsOn(SumsAll):
     """Documents do not see each other, but positions go on from one to the next."""
 
@@ -244,21 +222,16 @@ class CountsOn(SumsAll):
         return 1 + place
 
 
-class LooksAtThePlace(CountsOn):
-    """As Llama 4 does with its temperature: tokens far into a row are scaled, wherever their document begins."""
-
-    def scale(self, place):
-        return 1 + 0.01 * (place >= 1000)
-
-
 def test_a_model_whose_documents_are_apart_in_short_rows_only_is_not_packed_in_long_ones():
-    subject = LooksAtThePlace()
+    """As Llama 4, with its temperature: tokens far into a row are scaled, wherever their document begins."""
+    subject = CountsOn()
+    subject.scale = lambda place: 1 + 0.01 * (place >= 1000)
     assert isolation.isolate_documents(subject, CPU, length=1000)[0]
     apart, why = isolation.isolate_documents(subject, CPU, length=1001)
-    assert not apart and why == "off: LooksAtThePlace lets documents of one row see each other if it has 1,001 tokens"
+    assert not apart and why == "off: CountsOn lets documents of one row see each other if it has 1,001 tokens"
 
 
-@pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
+@pytest.mark.parametrize("leaky", [SumsAll, CountsOn])
 def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(leaky):
     subject = leaky().train()
     apart, why = isolation.isolate_documents(subject, CPU)
@@ -282,24 +255,19 @@ class LooksAtTheFirst(SumsAll):
         return SimpleNamespace(logits=logits)
 
 
-class SumsAllRecurrently(SumsAll):
-    def __init__(self):
-        super().__init__()
-        self.mixer = nn.Conv1d(1, 1, 1)
-
-
 def test_each_document_is_tried_behind_two_others_and_a_reason_is_given_where_it_is_known(monkeypatch):
     apart, why = isolation.isolate_documents(LooksAtTheFirst(), CPU)
     assert not apart and why == "off: LooksAtTheFirst lets documents of one row see each other"
-    apart, why = isolation.isolate_documents(SumsAllRecurrently(), CPU)
+    recurrent = SumsAll()
+    recurrent.mixer = nn.Conv1d(1, 1, 1)
+    apart, why = isolation.isolate_documents(recurrent, CPU)
     assert not apart and why.endswith(": its recurrent layers carry a state from one to the next")
     scaled = CountsOn()
     scaled.scale = lambda place: 1.0  # apart; scaled from token 100 on, which the trial need not see
     scaled.config.log_scaling_n_floor = 100
     assert isolation.isolate_documents(scaled, CPU, length=99)[0]
-    assert isolation.isolate_documents(scaled, CPU, length=100)[1].endswith(
-        ": from token 100 of a row on, its attention is scaled by the place there"
-    )
+    said = ": from token 100 of a row on, its attention is scaled by the place there"
+    assert isolation.isolate_documents(scaled, CPU, length=100)[1].endswith(said)
     assert isolation.relative_error(torch.zeros(3), torch.zeros(3)) == 0
 
 
@@ -343,9 +311,8 @@ def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_ther
     for rows, flat in ((1, False), (2, True)):
         assert isolation.isolate_documents(subject, CPU, rows)[0] and subject.row_form.flat == flat
     batch = batches()["packed"]
-    expected = F.cross_entropy(
-        subject.embedding(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
+    logits = subject.embedding(batch["input_ids"]).flatten(0, 1)
+    expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected)
 
 
@@ -456,18 +423,6 @@ def test_attention_dropout_takes_the_mask(kernel):
         torch.testing.assert_close(loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0)
 
 
-def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
-    calls = kernel(each_alone)
-    subject = make("llama")
-    _, word = isolation.isolate_documents(subject, CPU)
-    assert word == f"{BY_MASK}: attention in fp32 has no kernel for variable lengths"
-    assert not calls and not subject.row_form.by_kernel
-
-
-def raises(*_arguments, scale):
-    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nand more")
-
-
 def too_sharp(query, *others, scale):
     return each_alone(query, *others, scale=2 * (scale or query.shape[-1] ** -0.5))
 
@@ -481,36 +436,32 @@ def forgets_gradients(query, key, value, *others, scale):
     return each_alone(query, key, value.detach() + 0 * value, *others, scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (raises, "FlashAttention only supports Ampere GPUs or newer."),
-        (too_sharp, r"the kernel is off by [0-9.]+"),
-        (sees_everything, r"the kernel is off by [0-9.]+"),
-        (forgets_gradients, "the kernel is off by 1"),
-    ],
-)
-def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kernel):
-    kernel(function)
-    subject = make("llama").to(torch.bfloat16)
-    batch = batches()["packed"]
-    expected = causal_lm_loss(subject, batch)
-    _, word = isolation.isolate_documents(subject, CPU)
-    assert re.fullmatch(f"{BY_MASK}: {why}", word) and not subject.row_form.by_kernel
-    assert torch.equal(causal_lm_loss(subject, batch), expected)
-
-
 def halved(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, scale):
     """Right for the sizes that it is tried with by itself."""
     found = each_alone(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
     return found if longest > 100 else found / 2
 
 
-def test_logits_that_differ_keep_the_mask(kernel):
-    kernel(halved)
-    subject = make("llama").to(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (Mock(side_effect=RuntimeError("It only supports Ampere GPUs.\nand more")), "It only supports Ampere GPUs."),
+        (too_sharp, r"the kernel is off by [0-9.]+"),
+        (sees_everything, r"the kernel is off by [0-9.]+"),
+        (forgets_gradients, "the kernel is off by 1"),
+        (halved, "without one the model's logits differ"),
+        (each_alone, "attention in fp32 has no kernel for variable lengths"),
+    ],
+)
+def test_a_kernel_that_is_not_right_on_a_device_or_not_for_the_precision_is_not_used(function, why, kernel):
+    calls = kernel(function)
+    subject = make("llama").to(torch.float32 if function is each_alone else torch.bfloat16)
+    batch = batches()["packed"]
+    expected = causal_lm_loss(subject, batch)
     _, word = isolation.isolate_documents(subject, CPU)
-    assert word == f"{BY_MASK}: without one the model's logits differ" and not subject.row_form.by_kernel
+    assert re.fullmatch(f"{BY_MASK}: {why}", word) and not subject.row_form.by_kernel
+    assert bool(calls) is (function is not each_alone)
+    assert torch.equal(causal_lm_loss(subject, batch), expected)
 
 
 def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
@@ -541,10 +492,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
 
 
 def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kernel):
-    def out_of_memory(*_arguments, scale):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    kernel(out_of_memory)
+    kernel(Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         isolation.isolate_documents(make("llama").to(torch.bfloat16), CPU)
 

@@ -1,7 +1,7 @@
 """Which class loads a checkpoint, what carries adapters, and recurrent layers that keep packed documents apart."""
 
-import json
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,9 @@ from shared.models.loading import class_of, load_causal_lm, outer_parts
 from shared.models.options import AdapterConfig
 from shared.models.targets import describe, find_targets
 from shared.process.errors import ConfigError
-from shared.text import chat
-from shared.text.options import ChatConfig
-from shared.text.packing import Packed
-from tests.conftest import ROOT, run, sentence, slow
+from tests.conftest import ROOT, run, sentence, slow, write_lines
 from tests.model_families import make
+from tests.plain_loop import number_of_rows
 
 QKVO = "k_proj o_proj q_proj v_proj"
 CPU = torch.device("cpu")
@@ -31,9 +29,9 @@ def checkpoint(tmp_path_factory):
     """Writes a family's checkpoint once."""
     root = tmp_path_factory.mktemp("families")
 
+    @cache
     def written(family):
-        if not (root / family).exists():
-            make(family, root / family)
+        make(family, root / family)
         return str(root / family)
 
     return written
@@ -123,17 +121,10 @@ def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
 FLA, CONV, MAMBA = "causal_conv1d, fla", "causal_conv1d", "causal_conv1d, mamba_ssm"
 ONE_GROUP = {"mamba_n_groups": 1}  # as in their checkpoints: mamba_ssm norms each group, these models all of them
 PACKED_BY = {
-    "qwen3_5": (FLA, {}),
+    **dict.fromkeys(("qwen3_5", "kimi_linear", "qwen3_next", "qwen3_5_moe", "olmo_hybrid"), (FLA, {})),
     "nemotron_h": (MAMBA, {}),
-    "lfm2": (CONV, {}),
-    "kimi_linear": (FLA, {}),
-    "qwen3_next": (FLA, {}),
-    "qwen3_5_moe": (FLA, {}),
-    "olmo_hybrid": (FLA, {}),
-    "lfm2_moe": (CONV, {}),
-    "bamba": (MAMBA, ONE_GROUP),
-    "falcon_h1": (MAMBA, ONE_GROUP),
-    "granitemoehybrid": (MAMBA, ONE_GROUP),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), (CONV, {})),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), (MAMBA, ONE_GROUP)),
 }
 
 
@@ -144,11 +135,8 @@ def test_recurrent_layers_packed_by_their_kernels_learn_what_documents_alone_tea
     make(family, tmp_path / "base", **changes)
     rng = random.Random(3)
     rows = [{"instruction": sentence(rng, 3), "output": sentence(rng, 4 * (i + 1))} for i in range(8)]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
-    config = ChatConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=96)
-    whole = len(Packed(chat.open_samples(config, tokenizer)[0], 96))
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    whole = number_of_rows(transformers.AutoTokenizer.from_pretrained(tmp_path / "base"), file, 96)
     flags = ["--model_name_or_path", tmp_path / "base", "--train_file", file, "--validation_file", file]
     flags += ["--seq_length", 96, "--max_steps", 2, "--show_answers", 0, "--metric_for_best_model", "none"]
     alone = run("lora_finetune", tmp_path / "alone", *flags, "--packing", "off", "--global_batch_size", 8)

@@ -1,5 +1,7 @@
 """A second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
 
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -57,10 +59,7 @@ def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_equal(values, expected):
-    assert values.keys() == expected.keys()
-    for name, value in values.items():
-        assert torch.equal(value, expected[name]), name
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -73,26 +72,19 @@ def change(model, step):
     model(torch.randn(8, 4, generator=generator))
 
 
-def test_gathered_weights_are_copies_of_all_or_of_the_trained(accelerator, model):
-    weights = gather_weights(accelerator, model)
+def test_gathered_weights_are_copies_of_all_or_of_the_trained_and_a_copy_holds_these_and_the_buffers(accelerator, model):
+    weights, copy = gather_weights(accelerator, model), WeightCopy(accelerator, model)
+    assert copy.copies.keys() == TRAINED | BUFFERS and copy.buffers.keys() == BUFFERS
+    assert all(copy.buffers[name] is copy.copies[name] for name in BUFFERS)
     before = state(model)
     assert_equal(weights, before)
     change(model, 0)
     assert_equal(weights, before)  # what is gathered stays
+    assert_equal(copy.copies, {name: before[name] for name in copy.copies})
     trained = gather_weights(accelerator, model, trainable_only=True, dtype=torch.bfloat16)
     assert trained.keys() == TRAINED | BUFFERS
     assert trained["seen"].dtype == torch.int64
     assert {value.dtype for name, value in trained.items() if name in TRAINED} == {torch.bfloat16}
-
-
-def test_a_copy_holds_what_is_trained_and_the_buffers(accelerator, model):
-    copy = WeightCopy(accelerator, model)
-    assert copy.copies.keys() == TRAINED | BUFFERS
-    assert copy.buffers.keys() == BUFFERS
-    assert all(copy.buffers[name] is copy.copies[name] for name in BUFFERS)
-    before = state(model)
-    change(model, 0)
-    assert_equal(copy.copies, {name: before[name] for name in copy.copies})
 
 
 @pytest.mark.parametrize("decays", [[0.1, 0.5, 0.75, 0.99, 0.999], [1.0]])
@@ -114,10 +106,6 @@ def test_the_average_is_that_of_a_loop(accelerator, model, decays):
     assert_equal(state(model), now)  # the model is not touched
 
 
-class Boom(Exception):
-    pass
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerator, model, fails):
     copy = WeightCopy(accelerator, model)
@@ -128,14 +116,11 @@ def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerat
     x = torch.randn(3, 4)
     model.eval()
     for _ in range(2):
-        try:
-            with evaluation_weights(accelerator, model, copy):
-                assert_equal(state(model), old)
-                assert_equal(copy.copies, {name: new[name] for name in copy.copies})
-                if fails:
-                    raise Boom
-        except Boom:
-            assert fails
+        with suppress(InterruptedError), evaluation_weights(accelerator, model, copy):
+            assert_equal(state(model), old)
+            assert_equal(copy.copies, {name: new[name] for name in copy.copies})
+            if fails:
+                raise InterruptedError
         assert_equal(state(model), new)
         assert_equal(copy.copies, {name: old[name] for name in copy.copies})
     assert places == {name: p.data_ptr() for name, p in model.named_parameters()}  # an optimizer still knows them
@@ -143,25 +128,19 @@ def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerat
 
 
 def test_averaged_buffers_are_the_mean_over_ranks_and_integers_stay(model):
-    class Two:
-        """Two ranks of which the other's buffers are all 3."""
+    """Over two ranks, of which the other's buffers are all 3."""
 
-        num_processes = 2
-
-        def reduce(self, value, how):
-            assert how == "mean"
-            return (value + 3) / 2
+    def reduce(value, how):
+        assert how == "mean"
+        return (value + 3) / 2
 
     change(model, 0)
     copy = persistent_buffers(model)
     before = state(model)
-    average_buffers(Two(), {"a": copy["seen"]} | copy)
+    average_buffers(SimpleNamespace(num_processes=2, reduce=reduce), {"a": copy["seen"]} | copy)
     for name in ("layers.1.running_mean", "layers.1.running_var"):
         torch.testing.assert_close(model.state_dict()[name], (before[name] + 3) / 2)
     assert model.seen.tolist() == before["seen"].tolist()
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
 def begin(folder):
@@ -209,10 +188,8 @@ def test_tensors_that_are_kept_in_two_calls_are_all_saved_and_loaded(tmp_path):
     Setup.keep(own, "seen", {"a": first})
     Setup.keep(own, "seen", {"b": second})
     saver.save(TrainState(step=1))
-    assert {name for name in saved_tensors(saver.run_dir / "checkpoint-000001") if "extra" in name} == {
-        "extra.seen.a",
-        "extra.seen.b",
-    }
+    names = saved_tensors(saver.run_dir / "checkpoint-000001")
+    assert {name for name in names if "extra" in name} == {"extra.seen.a", "extra.seen.b"}
     first.zero_(), second.zero_()
     saver.resume(find(saver.run_dir, None))
     assert first.tolist() == [1, 1] and second.tolist() == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,15 +58,12 @@ def test_a_skipped_update_changes_nothing(name, bad_at=2):
         if i == bad_at:
             before = state_of(model, optimizers)
             train(model, optimizers, batch, finite=False)
-            after = state_of(model, optimizers)
-            for key, value in before.items():
-                assert torch.equal(value, after[key]), key
+            torch.testing.assert_close(state_of(model, optimizers), before, rtol=0, atol=0)
             assert len(before) > 6  # the optimizer's state, too
         else:
             train(model, optimizers, batch)
             train(other, others, batch)
-    for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
-        assert torch.equal(one, two), key
+    torch.testing.assert_close(state_of(model, optimizers), state_of(other, others), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "adamw, not fused"])
@@ -123,8 +121,8 @@ def test_a_loss_is_scaled_and_gradients_are_clipped_as_by_hand():
         strategy.backward(model(batch).square().sum(), 0.25)
         assert strategy.clip([model], float(max_norm)) == pytest.approx(expected.item(), rel=1e-6)
         shrink = 0.5 if max_norm == expected / 2 else 1.0
-        for ours, theirs in zip((p.grad for p in model.parameters() if p.grad is not None), gradients, strict=True):
-            torch.testing.assert_close(ours, theirs * shrink)
+        ours = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(ours, [gradient * shrink for gradient in gradients])
     assert strategy.clip([nn.Linear(2, 2)], 1.0) == 0  # nothing has a gradient
     small = nn.Linear(1, 1, bias=False)  # a single gradient, which is itself differentiated, as in a gradient penalty
     (1e-6 * small(torch.ones(1, 1)).square() / small.weight.detach()).sum().backward(create_graph=True)
@@ -162,15 +160,12 @@ def four_ranks():
 def test_the_norm_counts_what_several_ranks_hold_once(four_ranks, monkeypatch):
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     whole = torch.randn(8, 4)
-    quarter, half, everywhere = (
-        DTensor.from_local(whole[:rows], mesh, placements, run_check=False)
-        for rows, mesh, placements in ((2, flat, [Shard(0)]), (4, square, [Replicate(), Shard(0)]), (8, flat, [Replicate()]))
-    )
+    cuts = ((2, flat, [Shard(0)]), (4, square, [Replicate(), Shard(0)]), (8, flat, [Replicate()]))
+    quarter, half, everywhere = (DTensor.from_local(whole[:n], mesh, how, run_check=False) for n, mesh, how in cuts)
     squares = {rows: whole[:rows].square().sum().item() for rows in (2, 4, 8)}
     norm = gradient_norm(four_ranks, [quarter, quarter, half, everywhere, whole])
-    assert norm.square().item() == pytest.approx(
-        2 * squares[2] + squares[4] / 2 + 2 * squares[8] / 4
-    )  # for all ranks to add
+    share = 2 * squares[2] + squares[4] / 2 + 2 * squares[8] / 4  # for all ranks to add
+    assert norm.square().item() == pytest.approx(share)
     assert gradient_norm(four_ranks, [whole, everywhere]).square().item() == pytest.approx(2 * squares[8])
     pair = dist.new_group([0, 1])  # that shares the model
     assert gradient_norm(four_ranks, [whole], pair).square().item() == pytest.approx(squares[8])
@@ -204,10 +199,7 @@ def test_after_an_exception_in_a_pass_fsdp_computes_as_before_it(one_rank, where
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-
-    def fail(*_):
-        raise MemoryError
-
+    fail = Mock(side_effect=MemoryError)
     hook = model[2].register_forward_hook(fail) if where == "forward" else model[0].register_full_backward_pre_hook(fail)
     with pytest.raises(MemoryError):
         (model(batch).square().sum() * 0.0).backward()  # as a rehearsal tries a batch
@@ -218,8 +210,7 @@ def test_after_an_exception_in_a_pass_fsdp_computes_as_before_it(one_rank, where
     for _ in range(2):
         model(batch).square().sum().backward()
         plain(batch).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    torch.testing.assert_close([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 def state_is_unsharded(module):
@@ -240,9 +231,7 @@ def test_weights_that_a_forward_gathered_are_dropped(one_rank):
 @pytest.mark.parametrize(
     ("readers", "of_a_row", "noises"), [(4, 1, [0, 1, 2, 3]), (2, 1, [0, 0, 1, 1]), (2, 2, [0, 1, 2, 3]), (1, 1, [0] * 4)]
 )
-def test_ranks_that_compute_other_tokens_draw_other_noise_and_those_of_one_model_the_same(
-    monkeypatch, readers, of_a_row, noises
-):
+def test_ranks_of_other_tokens_draw_other_noise_and_those_of_one_model_the_same(monkeypatch, readers, of_a_row, noises):
     """DDP, tensor parallelism, ranks that share rows; all four hold one model."""
     monkeypatch.setattr(ranks, "data_parallel_size", lambda: readers)
     monkeypatch.setattr(ranks, "sequence_ranks", lambda: of_a_row)

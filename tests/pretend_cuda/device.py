@@ -138,10 +138,6 @@ def gradients(grad, query, key, value, bias=None, causal=False, scale=None):
     return tuple(g.to(t.dtype) for g, t in zip(found, (query, key, value), strict=True))
 
 
-def _shape_only(*shape):
-    return torch.zeros(shape)
-
-
 def _seed():
     return torch.zeros((), dtype=torch.int64)
 
@@ -149,7 +145,7 @@ def _seed():
 def sdpa_flash(query, key, value, dropout=0.0, causal=False, debug=False, *, scale=None):
     LOG.counts["kernel flash"] += 1
     out = attend(query, key, value, None, causal, scale)
-    lse, none = _shape_only(*query.shape[:3]), torch.empty(0)
+    lse, none = torch.zeros(query.shape[:3]), torch.empty(0)
     return out, lse, none, none, query.shape[2], key.shape[2], torch.zeros(2, dtype=torch.int64), none, none
 
 
@@ -159,7 +155,7 @@ def sdpa_flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal
 
 def sdpa_efficient(query, key, value, bias, with_lse, dropout=0.0, causal=False, *, scale=None):
     LOG.counts["kernel efficient" + (" with a mask" if bias is not None else "")] += 1
-    return attend(query, key, value, bias, causal, scale), _shape_only(*query.shape[:3]), _seed(), _seed()
+    return attend(query, key, value, bias, causal, scale), torch.zeros(query.shape[:3]), _seed(), _seed()
 
 
 def sdpa_efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None):
@@ -170,7 +166,7 @@ def sdpa_cudnn(query, key, value, bias, with_lse, dropout=0.0, causal=False, deb
     LOG.counts["kernel cudnn" + (" with a mask" if bias is not None else "")] += 1
     none = torch.empty(0)
     out = attend(query, key, value, bias, causal, scale)
-    return out, _shape_only(*query.shape[:3]), none, none, query.shape[2], key.shape[2], _seed(), _seed(), none
+    return out, torch.zeros(query.shape[:3]), none, none, query.shape[2], key.shape[2], _seed(), _seed(), none
 
 
 def sdpa_cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, dropout, causal, *, scale=None):
@@ -188,7 +184,7 @@ def varlen(q, k, v, cq, ck, mq, mk, dropout, causal, debug, *, scale=None, **_):
     LOG.counts["kernel variable lengths"] += 1
     mask, *states = _documents(cq, q, k, v)
     out, none = attend(*states, mask, False, scale)[0].transpose(0, 1), torch.empty(0)
-    return out, _shape_only(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.int64), none, none
+    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.int64), none, none
 
 
 def varlen_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, state, unused, *, scale=None, **_):

@@ -7,7 +7,9 @@ import resource
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
@@ -54,16 +56,10 @@ def test_what_a_file_system_does_not_offer_is_done_without(monkeypatch, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["final"] and (tmp_path / "final/weights").read_text() == "new"
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "of_folders"),
-    [
-        ("fsync", errno.EINVAL, False),
-        ("fsync", errno.EIO, False),
-    ],
-)
-def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, name, number, of_folders):
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, number):
     write(tmp_path / "final", "old")
-    monkeypatch.setattr(os, name, fails(getattr(os, name), number, of_folders=of_folders))
+    monkeypatch.setattr(os, "fsync", fails(os.fsync, number, of_folders=False))
     with pytest.raises(OSError, match=os.strerror(number)):
         write(tmp_path / "final", "new")
     assert (tmp_path / "final/weights").read_text() == "old"
@@ -86,11 +82,8 @@ def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_pa
 
 
 def test_a_file_system_without_locks_is_named(monkeypatch, tmp_path, capsys):
-    def lockf(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     monkeypatch.setattr(folder, "_locks", {})
-    monkeypatch.setattr(folder.fcntl, "lockf", lockf)
+    monkeypatch.setattr(folder.fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     folder._lock(tmp_path)
     assert f"warning: {tmp_path} cannot be locked (No locks available)" in capsys.readouterr().err
 
@@ -100,9 +93,6 @@ def test_a_folder_that_another_rank_does_not_see_is_refused(monkeypatch, tmp_pat
     monkeypatch.setattr(folder, "gather_object", lambda own: [*own, False])
     with pytest.raises(CleanExit, match="rank 1 does not see what rank 0 writes there"):
         open_run(Accelerator(cpu=True), tmp_path, "any")
-
-
-# exit.json -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -133,14 +123,9 @@ exits.run(main, SimpleNamespace(checkpoint=SimpleNamespace(output_dir=Path(sys.a
 @pytest.mark.parametrize("room", [8, slow(4096)])
 def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
     """RLIMIT_FSIZE, as a full disk would do it."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL.replace("more", "more" * room), tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
-    )
+    argv = [sys.executable, "-c", FULL.replace("more", "more" * room), tmp_path]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room, room))
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, preexec_fn=limit)
     assert done.returncode == 3 and done.stderr.count("error: ") == 1, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"} | ({"exit.json"} if room > 1000 else set())
     if room > 1000:

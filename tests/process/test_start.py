@@ -28,10 +28,8 @@ CDLL(libgomp.locate())
 def test_threads_sleep_where_they_would_spin_on_busy_cores(chosen, spins):
     """As libgomp itself says when torch loads it; what the user chose stays."""
     free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    argv = [sys.executable, "-c", BEGINS]
-    done = subprocess.run(
-        argv, env=free | {"OMP_DISPLAY_ENV": "verbose"} | chosen, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    env = free | {"OMP_DISPLAY_ENV": "verbose"} | chosen
+    done = subprocess.run([sys.executable, "-c", BEGINS], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"GOMP_SPINCOUNT = '(.+)'", done.stderr)
     assert shown and all(re.fullmatch(spins, value) for value in shown), done.stderr

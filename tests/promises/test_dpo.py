@@ -245,6 +245,7 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
     assert tokenizer.decode(ids[learned]).split() == (answer + answer).split()
 
 
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 SYSTEM, ASKED, BEFORE = turn("system", "Be brief."), turn("user", "2 + 2?"), [turn("user", "Hi"), turn("assistant", "Hi.")]
 
 
@@ -270,45 +271,26 @@ def test_the_column_of_the_prompt_counts_where_answers_begin_with_a_question(pro
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "flags", "message"),
     [
-        ({"messages": []}, ":1: columns messages are of no known form"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, ":1: 'rejected' is null, expected a list of objects"),
-        ({"chosen": "a", "rejected": "b"}, ":1: 'chosen' is a str, expected a list of objects"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "none of its 1 samples has a token to learn"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"}, "this is data with images"),
-        ({"conversations": [], "chosen": [{"from": "human"}], "rejected": []}, ":1: chosen and rejected begin with a quest"),
-        ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected a list of objects"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "1 pairs are fewer than one --global_batch_size of 4"),
+        ({"messages": []}, (), ":1: columns messages are of no known form"),
+        ({**PAIR, "rejected": None}, (), ":1: 'rejected' is null, expected a list of objects"),
+        ({"chosen": "a", "rejected": "b"}, (), ":1: 'chosen' is a str, expected a list of objects"),
+        ({**PAIR, "rejected": "b"}, (), "none of its 1 samples has a token to learn"),
+        ({**PAIR, "image": "d.png"}, (), "this is data with images"),
+        ({"conversations": [], "chosen": [{"from": "human"}], "rejected": []}, (), ":1: chosen and rejected begin with a"),
+        ({"conversations": "a", "chosen": "b", "rejected": "c"}, (), "'conversations' is a str, expected a list of objects"),
+        (PAIR, (), "1 pairs are fewer than one --global_batch_size of 4"),
+        (PAIR, ("--label_smoothing", 0.1), "--label_smoothing is for --loss_type robust, not sigmoid"),
+        (PAIR, ("--full", "--lora_r", 4), "--full trains all weights: drop the flags of adapters"),
     ],
 )
-def test_bad_data_is_one_config_error(base, tmp_path, record, message):
+def test_bad_input_is_one_config_error(base, tmp_path, record, flags, message):
     path = write_lines(tmp_path / "pairs.jsonl", [record])
     given = instead(instead(base, "--train_file", path), "--validation_file", path)
-    assert message in refusal("dpo", *given, "--output_dir", tmp_path / "run")
+    assert message in refusal("dpo", *given, *flags, "--output_dir", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--label_smoothing", 0.1), "--label_smoothing is for --loss_type robust, not sigmoid"),
-        (("--full", "--lora_r", 4), "--full trains all weights: drop the flags of adapters"),
-        (("--mix_weights", 1), "--mix_weights does not work with pairs"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(base, tmp_path, flags, message):
-    assert message in refusal("dpo", *base, *flags, "--output_dir", tmp_path / "run")
-
-
-@pytest.mark.parametrize("flags", [("--load_in_4bit",), slow(("--full", "--optim", "muon"))])
-def test_other_ways_to_train(base, tmp_path, flags):
-    done = learn(tmp_path, *base, *flags)
+def test_a_4_bit_base_learns(base, tmp_path):
+    done = learn(tmp_path, *base, "--load_in_4bit")
     assert done.last("eval_loss") < done.rows[0]["eval_loss"]
-
-
-@pytest.mark.slow
-def test_the_demo_runs_with_no_argument(tmp_path):
-    small = ("--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4, "--max_train_samples", 40)
-    done = run("dpo", tmp_path, *small)
-    assert "with a right and a wrong docstring" in done.output and "model at step 1" in done.output
-    assert math.isfinite(done.last("eval_loss")) and (tmp_path / "curves.png").exists()

@@ -20,15 +20,14 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.commands.run import kill
-from shared.process.errors import ConfigError
+from shared.process.errors import CleanExit, ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 from shared.run.tensors import read_tensors
-from tests.conftest import ACCELERATE, ROOT, Run, command, launch_environment, learn_here, run, slow
+from tests.conftest import ACCELERATE, ROOT, SHAPE, Run, command, exit_of, learn_here, run, slow, with_fault
 from tests.same import assert_same_bits
 from tools import audit
 
 STEPS = 8
-SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 COMMON = ("--max_steps", STEPS, "--save_steps", 2, "--save_total_limit", 2, "--eval_steps", 3, "--audit_data")
 COMMON += ("--logging_steps", 3)  # intervals that no save ends: what a resumed run logs is of the whole interval
 
@@ -72,10 +71,6 @@ def straight(flags, tmp_path_factory):
     return launch
 
 
-def with_fault(template, folder, fault, *given, **kwargs) -> Run:
-    return run(template, folder, *given, env={"TEMPLATES_FAULT": fault}, check=False, **kwargs)
-
-
 def assert_continues(template, folder, given, straight, processes) -> Run:
     """The same command again ends well, and all is as it would have been."""
     again = run(template, folder, *given, processes=processes)
@@ -85,10 +80,6 @@ def assert_continues(template, folder, given, straight, processes) -> Run:
     left = {p.name for p in folder.iterdir() if p.name.startswith((".tmp", ".old", ".write"))}
     assert left <= {".tmp-notes"}  # which is not ours
     return again
-
-
-def exit_of(folder) -> dict:
-    return json.loads((folder / "exit.json").read_text())
 
 
 def valid_checkpoints(folder) -> list[int]:
@@ -133,42 +124,29 @@ def test_a_killed_zero_run_keeps_the_batchnorm_statistics_of_each_rank(flags, tm
     assert_same_bits(one, run("image_classification", tmp_path / "run", *given, **how))
 
 
-@pytest.mark.slow
-def test_killed_at_many_places_in_turn(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    for fault, whole in IN_TURN.items():
-        killed = with_fault("pretrain", folder, fault, *given, processes=2)
-        assert killed.returncode != 0 and not (folder / "final").exists(), fault
-        assert "does not fit this model" not in killed.output, fault
-        assert (valid_checkpoints(folder) if folder.exists() else []) == whole, fault
-    again = assert_continues("pretrain", folder, given, straight, 2)
-    assert again.manifest(STEPS)["strategy"] == "DDP x 2 on cpu, fp32"
-
-
 @pytest.mark.parametrize(
-    ("template", "processes", "faults"),
+    ("template", "strategy", "faults"),
     [
-        ("lora_finetune", 1, ("micro_batch:kill@10", "finish:kill")),
-        ("image_classification", 1, ("micro_batch:kill@10", "evaluation:kill")),
-        ("pretrain_pipeline", 2, ("save.manifest:kill@3", "finish:kill")),
-        ("image_classification", 2, ("micro_batch:term@10#1", "update:kill@2")),
+        ("pretrain", "DDP x 2", IN_TURN),
+        ("lora_finetune", "1 process", ("micro_batch:kill@10", "finish:kill")),
+        ("image_classification", "1 process", ("micro_batch:kill@10", "evaluation:kill")),
+        ("pretrain_pipeline", "PP 2 x DDP 1", ("save.manifest:kill@3", "finish:kill")),
+        ("image_classification", "DDP x 2", ("micro_batch:term@10#1", "update:kill@2")),
     ],
 )
 @pytest.mark.slow
-def test_killed_in_the_other_templates(flags, straight, tmp_path, template, processes, faults):
-    given, folder = flags[template], tmp_path / "run"
+def test_killed_at_many_places_in_turn(flags, straight, tmp_path, template, strategy, faults):
+    given, folder, processes = flags[template], tmp_path / "run", 1 if strategy == "1 process" else 2
     for fault in faults:
         killed = with_fault(template, folder, fault, *given, processes=processes)
-        assert killed.returncode != 0 and valid_checkpoints(folder) and not (folder / "final").exists()
+        assert killed.returncode != 0 and not (folder / "final").exists(), fault
+        assert "does not fit this model" not in killed.output, fault
+        whole = valid_checkpoints(folder) if folder.exists() else []
+        assert whole == IN_TURN[fault] if faults is IN_TURN else whole, fault
     again = assert_continues(template, folder, given, straight, processes)
+    assert again.manifest(STEPS)["strategy"] == f"{strategy} on cpu, fp32"
     assert again.manifest(STEPS)["world_size"] == processes
-    name = "PP 2 x DDP 1" if "pipeline" in template else "1 process" if processes == 1 else "DDP x 2"
-    assert again.manifest(STEPS)["strategy"].startswith(name)
-    if template != "lora_finetune":
-        return
-    done = run(template, folder, *given, processes=processes)
-    assert "is finished" in done.output
-    assert [row["step"] for row in done.rows] == [row["step"] for row in straight(template, processes).rows]
+    assert template != "lora_finetune" or "is finished" in run(template, folder, *given).output
 
 
 @pytest.mark.slow
@@ -225,23 +203,23 @@ def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, in_turn):
     assert_continues("pretrain", folder, given, straight, 2)
 
 
-UNDER_RUN = (sys.executable, "-m", "shared", "run")
-
-
-def start(template, folder, *given, processes=1, env=None, through_tee=False, nohup=False, under=()):
+def start(template, folder, fault, *given, processes=1, how=""):
     """A real launch in the background, and the file that its output goes to."""
     log = folder.parent / f"{folder.name}.log"
 
     def in_the_foreground() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores in its background jobs
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
 
-    argv = [*under, *ACCELERATE, *command(template, folder, *given, processes=processes)]
-    if through_tee:
+    argv = [*ACCELERATE, *command(template, folder, *given, processes=processes)]
+    if how == "nohup":
+        argv = [sys.executable, "-m", "shared", "run", *argv]
+    if how == "through tee":
         argv = ["bash", "-c", '"$@" 2>&1 | tee "$0"', log, *argv]
-    output = {"stdout": log.open("a") if not through_tee else subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    how = {"env": launch_environment(env), "start_new_session": True, "preexec_fn": in_the_foreground}
-    return subprocess.Popen(argv, **output, **how), log
+    output = {"stdout": log.open("a") if how != "through tee" else subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TEMPLATES_FAULT": fault}
+    options = {"env": env, "start_new_session": True, "preexec_fn": in_the_foreground}
+    return subprocess.Popen(argv, **output, **options), log
 
 
 def wait_for(log, text, process, seconds=180):
@@ -277,9 +255,8 @@ def assert_nothing_is_left(folder, seconds=40):
 def test_a_signal_from_outside(flags, straight, tmp_path, template, processes, number, how):
     """Stopping or killing the launcher, Ctrl-C, closing the terminal, in the fourth step."""
     given, folder = flags[template], tmp_path / "run"
-    pause = {"TEMPLATES_FAULT": f"micro_batch:pause@{16 // processes}"}
-    options = {"through_tee": how == "through tee", "nohup": how == "nohup", "under": UNDER_RUN if how == "nohup" else ()}
-    launcher, log = start(template, folder, *given, processes=processes, env=pause, **options)
+    pause = f"micro_batch:pause@{16 // processes}"
+    launcher, log = start(template, folder, pause, *given, processes=processes, how=how)
     log.touch()
     wait_for(log, "step 3/8", launcher)
     launcher.send_signal(number) if how == "to the launcher" else os.killpg(launcher.pid, number)
@@ -357,28 +334,10 @@ def test_three_processes_continue_bit_for_bit(flags, tmp_path):
     assert_continues("pretrain", tmp_path / "run", given, lambda *_: whole, 3)
 
 
-def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    killed = with_fault("pretrain", folder, "save.prune:full,update:kill@7", *given)
-    assert "warning: checkpoint-000006 is saved, but an older one could not be removed" in killed.output
-    (folder / "checkpoint-000099").write_text("a file")
-    (folder / "checkpoint-best").mkdir()
-    (folder / "checkpoint-000004" / "rng_state_0.pth").write_bytes(b"of another tool")
-    (folder / "checkpoint-000004" / "notes").mkdir()
-    (folder / ".tmp-checkpoint-000006").mkdir()
-    (folder / ".tmp-notes").mkdir()
-    shutil.copytree(folder / "checkpoint-000004", folder / ".old-checkpoint-000005")
-    (folder / "checkpoint-000006").rename(folder / ".old-checkpoint-000006")  # it was being replaced, and comes back
-    again = assert_continues("pretrain", folder, given, straight, 1)
-    assert "at step 6" in again.output
-    for name in ("checkpoint-000099", "checkpoint-best", ".tmp-notes"):
-        assert (folder / name).exists()
-
-
 @pytest.mark.slow
 def test_two_runs_on_one_folder(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
-    first, log = start("pretrain", folder, *given, env={"TEMPLATES_FAULT": "update:hang@4"})
+    first, log = start("pretrain", folder, "update:hang@4", *given)
     wait_for(log, "step 3/8", first)
     second = run("pretrain", folder, *given, check=False)
     assert second.returncode != 0
@@ -391,7 +350,7 @@ def test_two_runs_on_one_folder(flags, straight, tmp_path):
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path):
+def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, fault, tmp_path):
     # No dropout: the same on any number of processes. The bad step is one that is saved.
     given = (*flags["pretrain"], "--config_overrides", SHAPE, "--save_total_limit", 9, "--logging_steps", 1)
     given = (*given, "--max_steps", 6, "--save_steps", 1)
@@ -407,7 +366,8 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path):
     third, bad, fifth = (read_tensors(two.folder / f"checkpoint-{step:06d}") for step in (3, 4, 5))
     assert all(bad[name].equal(third[name]) for name in third)
     assert not any(fifth[name].equal(bad[name]) for name in bad if name.startswith("model.") and fifth[name].ndim == 2)
-    one = with_fault("pretrain", tmp_path / "one", "micro_batch:inf@13", *given)
+    fault("micro_batch:inf@13")
+    one = learn_here("pretrain", tmp_path / "one", *given)
     others = {step: loss for step, loss in one.losses.items() if step != 4}
     assert {s: v for s, v in two.losses.items() if s != 4} == pytest.approx(others, rel=1e-5)
 
@@ -434,11 +394,11 @@ def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, st
     assert again.losses == pytest.approx(reference.losses, rel=0 if config == "ddp" else 1e-5)
 
 
-def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path):
-    folder = tmp_path / "run"
-    failed = with_fault("image_classification", folder, "micro_batch:nan@10", *flags["image_classification"])
-    assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
-    assert "The running statistics have taken it in" in failed.output
+def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, fault, tmp_path):
+    fault("micro_batch:nan@10")
+    with pytest.raises(CleanExit, match="The running statistics have taken it in") as caught:
+        learn_here("image_classification", tmp_path, *flags["image_classification"], "--dataloader_num_workers", 0)
+    assert caught.value.exit_code == 4
 
 
 # W&B -----------------------------------------------------------------------------------------------------------------
@@ -479,12 +439,11 @@ def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
 # World sizes ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_then_one_then_four(flags, tmp_path):
+def test_two_processes_then_four(flags, tmp_path):
+    """From two to one: test_strategies.py."""
     given = (*flags["pretrain"], "--config_overrides", SHAPE, "--global_batch_size", 12, "--per_device_train_batch_size", 2)
-    whole = run("pretrain", tmp_path / "whole", *given)
-    folder = tmp_path / "run"
+    whole, folder = learn_here("pretrain", tmp_path / "whole", *given), tmp_path / "run"
     with_fault("pretrain", folder, "update:kill@4", *given, processes=2)
-    with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
     last = run("pretrain", folder, *given, processes=4)
     assert last.manifest(STEPS)["world_size"] == 4
     assert "4 processes x 1 at once x 3 accumulated" in last.summary
@@ -504,12 +463,14 @@ def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"),
-    [("save.manifest:full", "error: checkpoint-000000 could not be saved"), ("evaluation:error", "a fault on purpose")],
+    ("where", "cause"),
+    [("save.manifest:full", "checkpoint-000000 could not be saved"), ("evaluation:error", "a fault on purpose")],
 )
-def test_a_dress_rehearsal_finds_what_would_fail_later(flags, tmp_path, fault, cause):
-    done = with_fault("pretrain", tmp_path / "run", fault, *flags["pretrain"], "--dress_rehearsal")
-    assert done.returncode != 0 and cause in done.output and "step 1/" not in done.output
+def test_a_dress_rehearsal_finds_what_would_fail_later(flags, fault, tmp_path, capsys, where, cause):
+    fault(where)
+    with pytest.raises((CheckpointError, RuntimeError), match=cause):
+        learn_here("pretrain", tmp_path, *flags["pretrain"], "--dress_rehearsal")
+    assert "step 1/" not in capsys.readouterr().err
 
 
 def test_an_audit_finds_what_is_wrong(straight, tmp_path):

@@ -10,10 +10,8 @@ import yaml
 from shared.data.store import Store
 from shared.models.tokenizers import load_tokenizer
 from shared.text import corpus
-from tests.conftest import learn_here, paint, refusal, run, run_here, sentence, write_lines
+from tests.conftest import SHAPE, learn_here, paint, refusal, run, run_here, sentence, with_fault, write_lines
 from tools import audit
-
-SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
 
 def samples_by_source(folder, first: int) -> list[Counter]:
@@ -21,15 +19,10 @@ def samples_by_source(folder, first: int) -> list[Counter]:
     return [Counter(sample < first for sample in samples) for _, _, samples in audit.records_of_steps(folder).values()]
 
 
-@pytest.fixture(scope="module")
-def few_chats(tmp_path_factory):
-    """9 conversations of one word each."""
-    row = {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "line"}]}
-    return write_lines(tmp_path_factory.mktemp("few") / "few.jsonl", 9 * [row])
-
-
 @pytest.mark.slow
-def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_model, chat_file, few_chats, tmp_path, capsys):
+def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_model, chat_file, tmp_path):
+    row = {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "line"}]}
+    few_chats = write_lines(tmp_path / "few.jsonl", 9 * [row])
     settings = {"train_file": [str(chat_file), str(few_chats)], "mix_weights": [0.75, 0.25]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(settings))
     flags = (
@@ -39,8 +32,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     )
     whole = run("lora_finetune", tmp_path / "whole", *flags)
     folder = tmp_path / "run"
-    fault = {"TEMPLATES_FAULT": "update:kill@5"}
-    killed = run("lora_finetune", folder, *flags, processes=2, env=fault, check=False)
+    killed = with_fault("lora_finetune", folder, "update:kill@5", *flags, processes=2)
     assert killed.returncode != 0 and sorted(killed.losses) == [1, 2, 3, 4]
     again = run("lora_finetune", folder, *flags, processes=1)
     assert "at step 4" in again.output
@@ -52,7 +44,6 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     assert audit.check(folder).sources["few.jsonl"] == (8, few := rows["few.jsonl"])
     assert again.last("epochs/few.jsonl") == 8 / few and again.last("epochs/chats.jsonl") == 24 / rows["chats.jsonl"]
     assert "epochs/chats.jsonl" in again.output and "75.0% chats.jsonl" in again.summary
-    assert "mix_weights" in refusal("lora_finetune", *flags, "--mix_weights", 1, 3, "--output_dir", folder)
     path = folder / "audit" / "rank-00000.jsonl"  # one sample comes again too soon
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[-1]["samples"] = 4 * lines[-1]["samples"][:1]
@@ -88,6 +79,35 @@ def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, 
     assert len(load_tokenizer(trained / "tokenizer")) == 320
     (final,) = (tmp_path / "trained" / "final").glob("tokenizer.json")
     assert json.loads(final.read_text())["model"] == json.loads((trained / "tokenizer/tokenizer.json").read_text())["model"]
+
+
+def test_pairs_are_mixed_alike_on_every_launch_and_after_a_kill(tiny_model, tmp_path):
+    rng = random.Random(5)
+    pairs = [{"prompt": f"Say {n}", "chosen": sentence(rng, 3 + n % 9), "rejected": sentence(rng, 4)} for n in range(50)]
+    files = [write_lines(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", pairs[:40]), ("b", pairs[40:]))]
+    flags = ("--model_name_or_path", tiny_model, "--train_file", *files, "--mix_weights", 3, 1, "--seq_length", 64)
+    flags += ("--global_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--show_answers", 0, "--audit_data")
+    whole = run("dpo", tmp_path / "whole", *flags)
+    killed = with_fault("dpo", tmp_path / "run", "update:kill@4", *flags, processes=2)
+    assert killed.returncode != 0
+    again = run("dpo", tmp_path / "run", *flags, processes=2)
+    assert "resumed from" in again.output and again.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert audit.records_of_steps(tmp_path / "run") == audit.records_of_steps(tmp_path / "whole")
+    count = audit.records_of_steps(tmp_path / "run")[1][1]["a.jsonl"]
+    assert samples_by_source(tmp_path / "run", count) == 6 * [Counter({True: 3, False: 1})]
+    assert "75.0% a.jsonl" in again.summary and again.last("epochs/a.jsonl") == 18 / count
+
+
+def test_prompts_are_mixed(tiny_model, tmp_path):
+    files = [
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}", "answer": str(n)} for n in range(20)])
+        for name in ("a", "b")
+    ]
+    flags = ("--model_name_or_path", tiny_model, "--train_file", *files, "--mix_weights", 1, 3, "--max_new_tokens", 3)
+    flags += ("--global_batch_size", 4, "--group_size", 2, "--max_steps", 3, "--eval_answers", 2, "--audit_data")
+    learned = learn_here("grpo", tmp_path / "run", *flags, "--show_answers", 0)
+    assert samples_by_source(tmp_path / "run", 19) == 3 * [Counter({True: 1, False: 3})]
+    assert learned.last("epochs/b.jsonl") == 9 / 19
 
 
 def test_folders_of_images_are_mixed(image_folder, architectures, tmp_path):

@@ -1,7 +1,6 @@
 """image_classification.py --problem_type multi_label, launched for real."""
 
 import json
-import math
 import subprocess
 import sys
 
@@ -9,25 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 from transformers import AutoModelForImageClassification
 
-from tests.conftest import learn_here, refusal, run, save_classifier
+from tests.conftest import learn_here, paint, refusal, run, save_classifier, with_fault
+from tests.plain_loop import pixels_of
 from tests.same import assert_same_learning
 
 NAMES = ("cat", "dog", "owl")
 MULTI = ("--problem_type", "multi_label", "--image_size", 16, "--dataloader_num_workers", 0)
-
-
-def paint(path, labels, number) -> None:
-    """A picture with a bright band for each of its labels, with noise."""
-    rng = np.random.default_rng((7, number))
-    pixels = rng.integers(0, 120, (24, 24, 3))
-    for label in labels:
-        pixels[8 * label : 8 * label + 8, :, label] += 100
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
 
 
 def write(folder, counts):
@@ -40,7 +29,7 @@ def write(folder, counts):
             labels = [label for label in range(3) if number >> label & 1 or number % 5 == label]
             path = folder / "images" / f"{split}{number}.png"
             mislabelled = split == "val" and number % 6 == 1  # so that scores are neither 0 nor 1
-            paint(path, [(label + mislabelled) % 3 for label in labels], number + 1000 * len(split))
+            paint(path, [(label + mislabelled) % 3 for label in labels], number + 1000 * len(split), (24, 24))
             given = [NAMES[label] for label in labels]
             record = {"file_name": f"images/{path.name}", "label": given}
             lines.append(json.dumps(record) if split == "val" else f"images/{path.name},{'|'.join(given)}")
@@ -71,10 +60,7 @@ def one_process(base, tmp_path_factory):
 def test_two_processes_of_which_one_is_killed_learn_what_one_learns(one_process, base, tmp_path):
     """With the thresholds. That a resumed run is the same bit for bit: test_faults.py."""
     flags, folder = (*base, "--per_device_train_batch_size", 2), tmp_path / "run"
-    killed = run(
-        "image_classification", folder, *flags, processes=2, check=False, env={"TEMPLATES_FAULT": "update:kill@11#1"}
-    )
-    assert killed.returncode != 0 and not (folder / "final").exists()
+    assert with_fault("image_classification", folder, "update:kill@11#1", *flags, processes=2).returncode != 0
     other = run("image_classification", folder, *flags, processes=2)
     assert other.manifest(12)["strategy"] == "DDP x 2 on cpu, fp32" and "at step 8" in other.output
     assert_same_learning(one_process, other, atol=None, keys=("eval_map", "eval_macro_f1"))
@@ -89,9 +75,7 @@ def test_two_processes_of_which_one_is_killed_learn_what_one_learns(one_process,
 
 @pytest.mark.slow
 def test_an_evaluation_is_scikit_learns_and_the_card_serves_it(architectures, tmp_path):
-    """Also the first loss. That those after it are those of a plain loop: test_text_classification.py."""
-    from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
-
+    """That losses are those of a plain loop: test_text_classification.py. That no threshold is better: tests/data."""
     flags, made = write(tmp_path / "data", {"train": 21, "val": 34})
     model_folder = save_classifier(architectures / "convnext", tmp_path / "model", ("owl", "dog", "cat"))
     (model_folder / "preprocessor_config.json").unlink()
@@ -103,24 +87,11 @@ def test_an_evaluation_is_scikit_learns_and_the_card_serves_it(architectures, tm
         *("--metric_for_best_model", "none", "--per_device_eval_batch_size", 4),
     )
     assert "its head is kept" in theirs.output
-    assert theirs.each("processed_images_per_second") == theirs.each("trained_images_per_second") != []
-
-    def load(split):
-        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        pixels = [resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC) for path, _ in made[split]]
-        hot = torch.tensor([labels[::-1] for _, labels in made[split]])  # in the model's order: owl, dog, cat
-        return (torch.stack(pixels).float() / 255 - mean[:, None, None]) / std[:, None, None], hot
-
-    pixels, targets = load("train")
-    logits = AutoModelForImageClassification.from_pretrained(model_folder, dtype=torch.float32)(pixel_values=pixels).logits
-    weight = torch.where(targets == 1, (targets == 0).sum(0) / targets.sum(0), 1.0)
-    loss = F.binary_cross_entropy_with_logits(logits, targets * 0.9 + 0.05, weight)
-    assert theirs.losses[1] == pytest.approx(loss.item(), rel=1e-5)
 
     final = AutoModelForImageClassification.from_pretrained(tmp_path / "run/final").eval()
-    pixels, hot = load("val")
+    hot = torch.tensor([labels[::-1] for _, labels in made["val"]])  # in the model's order: owl, dog, cat
     with torch.no_grad():
-        logits = final(pixel_values=pixels).logits
+        logits = final(pixel_values=pixels_of(path for path, _ in made["val"])).logits
     expected, found = F.binary_cross_entropy_with_logits(logits, hot).item(), theirs.evaluation
     scores, hot = logits.sigmoid().numpy(), hot.numpy().astype(bool)
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
@@ -128,16 +99,8 @@ def test_an_evaluation_is_scikit_learns_and_the_card_serves_it(architectures, tm
     assert final.config.problem_type == "multi_label_classification" and set(final.config.thresholds) == set(NAMES)
     limits = np.array([final.config.thresholds[final.config.id2label[i]] for i in range(3)])
     assert found["macro_f1"] == pytest.approx(f1_score(hot, scores >= limits, average="macro"), rel=1e-6)
-    for number, name in final.config.id2label.items():
-        truth, column = hot[:, number], scores[:, number]
-        best = max(f1_score(truth, column >= cut, zero_division=0) for cut in column)
-        assert found["classes"][name]["f1"] == pytest.approx(best), "no threshold is better"
     assert 0.5 < found["map"] < 1  # neither is trivial
-    wrong = (scores >= limits) != hot
-    assert found["num_mistakes"] == wrong.sum() > 0
-    worst = np.where(wrong, np.abs(scores - hot), 0).max(1).argmax()
-    assert found["mistakes"][0]["label"] == "|".join(final.config.id2label[i] for i in np.flatnonzero(hot[worst]))
-    assert (tmp_path / "run/mistakes.png").exists()
+    assert found["num_mistakes"] == ((scores >= limits) != hot).sum() > 0
 
     # What the model card says, in another process, with transformers alone.
     code = f"""import json, transformers
@@ -154,7 +117,6 @@ print(json.dumps(found))"""
         by_name = {final.config.id2label[i]: float(score) for i, score in enumerate(row)}
         assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(by_name, abs=1e-5)
         assert set(labels) == {final.config.id2label[i] for i in np.flatnonzero(given)}
-    assert math.isclose(theirs.last("eval_loss"), found["loss"], rel_tol=1e-6)
 
 
 def test_one_label_after_several_forgets_thresholds(one_process, image_folder, tmp_path):
@@ -172,10 +134,7 @@ def test_one_label_after_several_forgets_thresholds(one_process, image_folder, t
     ("extra", "message"),
     [
         ({"label": ["ghost"]}, "the class 'ghost' has no image to train on"),
-        ({"label": "cat||dog"}, "val.jsonl:18: the label is empty, expected a name or a number"),
         ({"label": "cat,dog"}, "val.jsonl:18: the label is 'cat,dog': write name|name for several"),
-        ({"label": None}, "val.jsonl:18: the label is null, expected a name or a number"),
-        ({"label": [1.5]}, "val.jsonl:18: the label is a float, expected a name or a number"),
         (("--train_file", ()), "--problem_type multi_label needs the labels of each image"),
         (("--per_device_train_batch_size", 1), "choose an even number"),
     ],

@@ -3,7 +3,6 @@
 What both launch configs learn beside one process, and what they resume: test_strategies.py. DPO: test_dpo.py.
 """
 
-import os
 import re
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from shared.extras.sequence import sequence
 from shared.process import ranks
 from shared.process.errors import ConfigError
-from tests.conftest import LAUNCHER, ROOT, free_port, make_model, run, slow
+from tests.conftest import ROOT, compare_families, make_model, run, slow, with_fault
 from tests.model_families import FAMILIES
 from tests.same import assert_same_bits, assert_same_learning
 
@@ -32,12 +31,8 @@ REFUSED |= dict.fromkeys((*RECURRENT.split(), "qwen3_5", "qwen3_5_moe"), "its lo
 @pytest.mark.parametrize("families", [FIRST_TIER, slow(tuple(FAMILIES))], ids=["some", "all"])
 def test_families_learn_what_one_rank_learns_or_are_refused(tmp_path, families):
     """Loss and all gradients, of rows of one document and of several."""
-    config, script = ROOT / "accelerate_configs" / "sequence_parallel.yaml", ROOT / "tests" / "compare_sequences.py"
-    launch = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", free_port(), script]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], environment, timeout=1800)
-    assert code == 0, output
-    found = dict(re.findall(r"(\w+): ((?:equal to|refused:) .*)", output))
+    output = compare_families("sequences", "sequence_parallel", tmp_path, families)
+    found = dict(re.findall(r"(\w+) of rank 0: ((?:equal to|refused:) .*)", output))
     assert found.keys() == set(families), output
     reason = "does not work with sp_size in the launch config: "
     refused = {family: said for family, said in found.items() if not said.startswith("equal to")}
@@ -60,33 +55,28 @@ def flags(chat_file):
     return (*common, "--seq_length", 64, "--show_answers", 0, "--max_grad_norm", 0.5)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """A launch config of four ranks that share rows, and one of two such groups of two, without FSDP."""
-    text = (ROOT / "accelerate_configs/sequence_parallel.yaml").read_text()
-    folder = tmp_path_factory.mktemp("configs")
-    (folder / "one_group.yaml").write_text(text.replace("sp_size: 2", "sp_size: 4"))
-    (folder / "two_groups.yaml").write_text(text.replace("dp_replicate_size: 1", "dp_replicate_size: 2"))
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["one_group", "two_groups"])
-def test_four_ranks_with_windows_and_two_heads_of_keys(flags, four, tmp_path, config):
+@pytest.mark.parametrize(
+    ("usual", "here", "rows"),
+    [("sp_size: 2", "sp_size: 4", 4), ("dp_replicate_size: 1", "dp_replicate_size: 2", 2)],
+    ids=["one group", "two groups"],
+)
+def test_four_ranks_with_windows_and_two_heads_of_keys(flags, tmp_path, usual, here, rows):
     """Four ranks repeat each head of keys. Windows are shorter than a rank's part of a row, and documents are packed."""
     from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
     name = make_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(name)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"vocab_size": len(tokenizer), "intermediate_size": 128, "sliding_window": 12}
-    shape |= {"pad_token_id": tokenizer.pad_token_id}
+    shape |= {"intermediate_size": 128, "sliding_window": 12, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    MistralForCausalLM(MistralConfig(**shape)).save_pretrained(name)
+    MistralForCausalLM(MistralConfig(**shape, vocab_size=len(tokenizer))).save_pretrained(name)
     given = (*flags, "--model_name_or_path", name, "--gradient_checkpointing", "offload", "--learning_rate", 3e-4)
     one = run("full_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
-    at_once = ("--per_device_train_batch_size", 4 if config == "one_group" else 2)
-    other = run("full_finetune", tmp_path / "four", *given, *at_once, processes=4, config=four / config)
+    text = (ROOT / "accelerate_configs/sequence_parallel.yaml").read_text()
+    (tmp_path / "launch.yaml").write_text(text.replace(usual, here))
+    at_once = ("--per_device_train_batch_size", rows)
+    other = run("full_finetune", tmp_path / "four", *given, *at_once, processes=4, config=tmp_path / "launch")
     assert "documents kept apart by an attention mask" in other.summary
     assert_same_learning(one, other, atol=1e-5, keys=("grad_norm", "tokens"))
 
@@ -97,8 +87,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
     given = (*flags, "--model_name_or_path", tiny_model, "--lora_dropout", 0.2, "--audit_data")
     launch = {"processes": 2, "config": "sequence_parallel"}
     straight = run("lora_finetune", tmp_path / "straight", *given, **launch)
-    fault = {"TEMPLATES_FAULT": "update:kill@5"}
-    assert run("lora_finetune", tmp_path / "run", *given, **launch, env=fault, check=False).returncode != 0
+    assert with_fault("lora_finetune", tmp_path / "run", "update:kill@5", *given, **launch).returncode != 0
     again = run("lora_finetune", tmp_path / "run", *given, **launch)
     assert "resumed from" in again.output
     assert_same_bits(straight, again)
@@ -123,12 +112,7 @@ def test_sizes_that_do_not_go_together_are_refused(monkeypatch):
     for name, value in (sizes | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     assert (ranks.data_parallel_size(), ranks.sequence_ranks()) == (2, 2)
-    for two, processes, message in (
-        (("TP", "SP"), 4, "sp_size with tp_size or DeepSpeed, do not work"),
-        (("CP",), 2, r"cp_size, .* do not work"),
-    ):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        for name in ("DP_REPLICATE", "TP", "CP", "SP"):
-            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2" if name in two else "1")
-        with pytest.raises(ConfigError, match=message):
-            ranks.data_parallel_size()
+    for name, size in (("DP_REPLICATE", "1"), ("TP", "2")):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    with pytest.raises(ConfigError, match="sp_size with tp_size or DeepSpeed, do not work"):
+        ranks.data_parallel_size()

@@ -9,15 +9,19 @@ on several processes: tests/answers.
 from types import SimpleNamespace
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import nn
 
-from shared.extras.tensor import tensor_parallel
+from shared.config.options import OptimConfig
+from shared.extras import tensor
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
+from shared.training import optim
 from tests.conftest import ROOT, Run, make_model, run, slow
 from tests.same import assert_same_learning
 
@@ -41,7 +45,7 @@ COMMON = ("--max_steps", STEPS, "--save_steps", SAVED, "--save_total_limit", 9, 
 COMMON = (*COMMON, "--max_grad_norm", 0.5, "--eval_samples", 9)
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
 FROM_SCRATCH = ("--vocab_size", 300, "--learning_rate", 3e-3, "--config_overrides", SHAPE)
-QLORA, BF16 = ("--load_in_4bit",), ("--weights_dtype", "bf16")
+QLORA = ("--load_in_4bit",)
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +83,36 @@ def test_the_table_has_every_launch_config_of_several_processes():
 
 
 @pytest.mark.parametrize(
-    ("template", "config"),
-    [("pretrain", config) if config in FIRST else slow("pretrain", config) for config in STRATEGIES]
-    + [slow("lora_finetune", config) for config in ("tensor_parallel", "fsdp2_sequence_parallel")],
+    ("kind", "config", "more"),
+    [
+        *(("pretrain", config, ()) if config in FIRST else slow("pretrain", config, ()) for config in STRATEGIES),
+        *(slow("lora_finetune", config, ()) for config in ("tensor_parallel", "fsdp2_sequence_parallel")),
+        *(slow("lora_finetune", config, QLORA) for config in ("hsdp", "deepspeed_zero2")),
+        # ZeRO-3 has the weights of an adapter of the head only while the adapter runs
+        slow("lora_finetune", "deepspeed_zero3", ("--lora_target_modules", "q_proj", "lm_head")),
+        # Under DDP and FSDP2: test_faults.py
+        *(slow("muon", config, ()) for config in ("hsdp", "tensor_parallel", "fsdp2_tensor_parallel")),
+    ],
 )
-def test_learns_what_one_process_learns(launched, template, config):
+def test_learns_what_one_process_learns(launched, kind, config, more):
     processes, name = STRATEGIES[config]
-    one, other = launched(template), launched(template, config)
-    assert template != "pretrain" or len({*np.diff([0, *one.each("tokens")]).tolist()}) == 2  # a ragged batch ends an epoch
+    one, other = launched(kind, None, more), launched(kind, config, more)
     manifest = other.manifest(STEPS)
     assert manifest["world_size"] == processes
     assert manifest["strategy"] == f"{name} on cpu, fp32"
     assert f"{name} on cpu, fp32" in other.output
     assert "fused with the head" in other.summary
+    assert_same_learning(one, other, atol=5e-4 if kind == "muon" else 5e-5)
+    if kind == "muon":
+        assert "optim muon (" in one.summary and "optim muon (" in other.summary
+        assert one.losses[STEPS] < one.losses[1] - 0.3
+    if kind == "muon" or more:
+        return
     assert other.each("grad_norm") == pytest.approx(one.each("grad_norm"), rel=1e-4)
     assert max(one.each("grad_norm")) > 0.5  # so that clipping did something
-    assert_same_learning(one, other)
-    if template == "lora_finetune":
+    if kind == "lora_finetune":
         return
+    assert len({*np.diff([0, *one.each("tokens")]).tolist()}) == 2  # a ragged batch ends an epoch
     saved, expected = (read_tensors(r.folder / f"checkpoint-{SAVED:06d}") for r in (other, one))
     assert saved.keys() == expected.keys()
     theirs = {key: torch.empty_like(value) for key, value in saved.items()}  # PyTorch's own reader puts it together alike
@@ -126,45 +142,11 @@ def test_resumes_what_another_has_saved(launched, flags, tmp_path, saved_by, con
     assert resumed.losses == pytest.approx({s: v for s, v in source.losses.items() if s > SAVED}, rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["hsdp", "tensor_parallel", "fsdp2_tensor_parallel"])
-def test_random_weights_learn_by_muon_what_one_process_learns(launched, config):
-    """Under DDP and FSDP2: test_faults.py."""
-    one, other = launched("muon"), launched("muon", config)
-    assert other.manifest(STEPS)["strategy"] == f"{STRATEGIES[config][1]} on cpu, fp32"
-    assert "optim muon (" in one.summary and "optim muon (" in other.summary
-    assert one.losses[STEPS] < one.losses[1] - 0.3
-    assert_same_learning(one, other, atol=5e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "config"),
-    [(QLORA, "hsdp"), (QLORA, "deepspeed_zero2"), (("--lora_target_modules", "q_proj", "lm_head"), "deepspeed_zero3")],
-)
-def test_other_adapters_learn_what_one_process_learns(launched, more, config):
-    """ZeRO-3 has the weights of an adapter of the head only while the adapter runs."""
-    other = launched("lora_finetune", config, more)
-    assert other.manifest(STEPS)["strategy"] == f"{STRATEGIES[config][1]} on cpu, fp32"
-    assert "fused with the head" in other.summary
-    assert_same_learning(launched("lora_finetune", None, more), other)
-
-
-@pytest.mark.parametrize(
-    ("template", "config", "precision", "extra", "message"),
-    [
-        ("pretrain", "deepspeed_zero2", "no", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
-        ("lora_finetune", "tensor_parallel", "no", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
-        slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit does not work with tensor"),
-        slow("full_finetune", "deepspeed_zero2", "no", BF16, "under DeepSpeed only --optim adamw works, on fp32 weights"),
-        slow("pretrain", "tensor_parallel", "fp8", (), "tensor parallelism does not work with fp8"),
-    ],
-)
-def test_what_a_strategy_cannot_do_is_one_line(flags, tmp_path, template, config, precision, extra, message):
-    how = {"processes": 2, "config": config, "precision": precision, "check": False}
-    done = run(template, tmp_path, *flags[template], *extra, **how)
-    assert done.returncode != 0
-    assert done.output.count(f"error: {message}") == 1 and "Traceback" not in done.output.split("torch/distributed")[0]
+def test_what_a_strategy_cannot_do_is_one_line(flags, tmp_path):
+    given = (*flags["pretrain"], "--optim", "muon")
+    done = run("pretrain", tmp_path, *given, processes=2, config="deepspeed_zero2", check=False)
+    assert done.returncode != 0 and "Traceback" not in done.output.split("torch/distributed")[0]
+    assert done.output.count("error: under DeepSpeed only --optim adamw works, on fp32 weights") == 1, done.output
 
 
 @pytest.mark.slow
@@ -185,30 +167,39 @@ def test_one_process_rehearses_what_it_is_launched_as(flags, launched, tmp_path,
     assert done.losses == pytest.approx(launched("pretrain").losses, rel=1e-5)
 
 
-def test_adapters_with_norms_of_whole_weights_are_not_cut():
-    import peft
-    import transformers
+def with_norms_of_whole_weights(model):
+    return peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
 
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
-    model = peft.get_peft_model(model, peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="tensor parallelism does not work with --use_dora"):
-        tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="cpu"))
+
+def quantised(model):
+    model.lm_head.weight.quant_state = "nf4"
+    return model
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "ranks", "message"),
+    ("kind", "shape", "change", "message"),
     [
-        ("GPTNeoX", {"num_attention_heads": 3, "hidden_size": 48}, 2, "3 attention heads, which tp_size 2 does not divide"),
-        ("Phi", {"qk_layernorm": True}, 2, "q_layernorm sees all heads"),
+        ("GPTNeoX", {"num_attention_heads": 3, "hidden_size": 48}, None, "3 attention heads, which tp_size 2 does not"),
+        ("Phi", {"qk_layernorm": True}, None, "q_layernorm sees all heads"),
+        ("Llama", {}, with_norms_of_whole_weights, "tensor parallelism does not work with --use_dora"),
+        ("Llama", {}, quantised, "tensor parallelism cannot cut quantised weights"),
     ],
 )
-def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind, shape, ranks, message):
-    import transformers
-
+def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind, shape, change, message):
     usual = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
     with pytest.raises(ConfigError, match=message):
-        tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
+        tensor.tensor_parallel(change(model) if change else model, SimpleNamespace(size=lambda: 2, device_type="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "message"),
+    [("fp8", "adamw", "tensor parallelism does not work with fp8"), ("no", "adamw_8bit", "adamw_8bit does not work with t")],
+)
+def test_precisions_and_optimizers_that_tensor_parallelism_does_not_have_are_refused(precision, optimizer, message):
+    optimizers = optim.build(nn.Linear(2, 2), OptimConfig(optim=optimizer, learning_rate=1e-3))
+    with pytest.raises(ConfigError, match=message):
+        tensor.cut(SimpleNamespace(mixed_precision=precision), nn.Linear(2, 2), optimizers, None)
 
 
 def test_a_model_that_keeps_weights_in_fp32_beside_bf16_ones_is_not_sharded():

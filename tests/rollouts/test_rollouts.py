@@ -46,16 +46,11 @@ def at(step: int) -> SimpleNamespace:
     return SimpleNamespace(state=SimpleNamespace(step=step), is_main=False)
 
 
-def rollouts_of(prompts, tokenizer, share=None, **changes) -> Rollouts:
-    values = {"updates": 1, "max_new_tokens": 6, "per_device": 3, "at_once": 5, "seed": 0, "batch": 4} | changes
-    batch = BatchConfig(
-        global_batch_size=values["batch"],
-        seed=values["seed"],
-        per_device_train_batch_size=values["per_device"],
-        per_device_eval_batch_size=values["at_once"],
-    )
-    config = SimpleNamespace(group_size=4, updates_per_rollout=values["updates"], batch=batch)
-    config.max_new_tokens = values["max_new_tokens"]
+def rollouts_of(prompts, tokenizer, share=None, *, updates=1, max_new_tokens=6, per_device=3, batch=4) -> Rollouts:
+    config = SimpleNamespace(group_size=4, updates_per_rollout=updates, max_new_tokens=max_new_tokens)
+    sizes = {"per_device_train_batch_size": per_device, "per_device_eval_batch_size": 5}
+    config.batch = BatchConfig(global_batch_size=batch, **sizes)
+    config.data = PromptConfig()
     return Rollouts(config, prompts, tokenizer, share or Share(0, 1, CPU))
 
 
@@ -172,10 +167,7 @@ def test_rewards_are_any_numbers(model_and_tokenizer, prompts):
         with pytest.raises(ConfigError, match=r"test_rollouts\.py:\d+: <lambda> of the answer '.*expected finite") as caught:
             rollouts_of(prompts[0], tokenizer).sample(at(1), model, lambda *_, w=wrong: w)
         assert "\n" not in str(caught.value)
-
-
-def test_evaluations_log_the_sum_as_reward_also_where_a_part_has_its_name():
-    score = with_total(lambda *_: {"reward": np.int64(1), "format": True})
+    score = with_total(lambda *_: {"reward": np.int64(1), "format": True})  # a part that is named like the sum
     assert json.dumps(score("", {})) == '{"reward": 2.0, "format": 1.0}'
 
 
@@ -194,59 +186,74 @@ def test_a_rollout_takes_the_place_of_a_loader(prompts, model_and_tokenizer):
     assert batch["input_ids"].shape == (3, math.ceil((longest + 5) / 16) * 16) and len(batch["targets"]) == 3 * 6
     assert batch["filled"].tolist() == 3 * [longest + 5]
     assert all(batch[name].shape == (18,) and not batch[name].any() for name in ("advantages", "weights", "old"))
-
-
-def given_rollout(rollouts: Rollouts, rewards: torch.Tensor, template, config) -> None:
-    """Answers of 1 to 6 random tokens, with the advantages of these rewards."""
-    generator = torch.Generator().manual_seed(1)
-    for row in range(len(rollouts.tensors["answers"])):
-        length = int(torch.randint(1, 7, (), generator=generator))
-        rollouts.tensors["answers"][row, :length] = torch.randint(5, 300, (length,), generator=generator)
-    rollouts.tensors["answers"][0, 0] = 0  # a token as any other
-    rollouts.tensors["advantages"][:] = template.advantages_of(config, rewards).flatten()
-
-
-def config_of(template, **changes):
-    return template.Config(max_new_tokens=6, group_size=4, **changes)
-
-
-def loss_and_gradients(rollouts: Rollouts, template, config, model, *, old: bool) -> tuple[float, dict]:
-    batches, tokens, prompts_of = rollouts.micro_batches(3, config.normalise)
-    indices = rollouts.order.indices(2 // config.updates_per_rollout)
-    for batch, asked in zip(batches, prompts_of, strict=True):
-        assert batch["input_ids"].shape[1] % 16 == 0
-        assert asked == [indices[row // 4] for row in dict.fromkeys(batch["rows"].tolist())]
-    filled = [batch["filled"].tolist() for batch in batches]  # of similar length, the longest first
-    assert all(min(one) >= max(other) for one, other in itertools.pairwise(filled))
-    if old:
-        rollouts.note_old(model, batches)
-        with torch.no_grad():  # the weights after an update: ratios are far from 1
-            for parameter in model.parameters():
-                parameter.mul_(1.05)
-    total = sum(template.PolicyLoss(config, model)(batch) for batch in batches) / tokens
-    model.zero_grad()
-    total.backward()
-    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match="fewer than one --global_batch_size"):
+        rollouts_of(prompts[0], model_and_tokenizer[1], batch=len(prompts[0]) + 1)
 
 
 REWARDS = torch.tensor([[0.0, 1, 1, 0], [0.1, 0.1, 1.1, 0], [0.5, 0.5, 0.5, 0.5], [3, -1, 0.2, 0.7]])
 
 
-def plain_loss(rollouts, config, model, rewards, old) -> torch.Tensor:
+@pytest.fixture
+def given(prompts, model_and_tokenizer):
+    """given(rewards, share, per_device, ...): grpo.py, its config, and rollouts: answers of 1 to 6 random tokens."""
+    template = load_template("grpo")
+
+    def make(rewards=REWARDS, share=None, per_device=3, **changes):
+        config = template.Config(max_new_tokens=6, group_size=4, **changes)
+        sizes = {"updates": config.updates_per_rollout, "per_device": per_device}
+        rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], share, **sizes)
+        generator = torch.Generator().manual_seed(1)
+        for answer in rollouts.tensors["answers"]:
+            length = int(torch.randint(1, 7, (), generator=generator))
+            answer[:length] = torch.randint(5, 300, (length,), generator=generator)
+        rollouts.tensors["answers"][0, 0] = 0  # a token as any other
+        rollouts.tensors["advantages"][:] = template.advantages_of(config, rewards).flatten()
+        return template, config, rollouts
+
+    return make
+
+
+def asked(rollouts: Rollouts, row: int) -> list[int]:
+    """The prompt of an answer of step 3."""
+    return rollouts.prompts.prompt(int(rollouts.order.indices(2 // rollouts.updates)[row // 4]))[0]
+
+
+def loss_and_gradients(template, config, rollouts: Rollouts, model) -> tuple[float, dict]:
+    """Those of step 3, whose weights are not those that sampled if it is a second update."""
+    batches, tokens, prompts_of = rollouts.micro_batches(3, config.normalise)
+    indices = rollouts.order.indices(2 // config.updates_per_rollout)
+    for batch, numbers in zip(batches, prompts_of, strict=True):
+        assert batch["input_ids"].shape[1] % 16 == 0
+        assert numbers == [indices[row // 4] for row in dict.fromkeys(batch["rows"].tolist())]
+    filled = [batch["filled"].tolist() for batch in batches]  # of similar length, the longest first
+    assert all(min(one) >= max(other) for one, other in itertools.pairwise(filled))
+    if config.updates_per_rollout > 1:
+        rollouts.note_old(model, batches)
+        with torch.no_grad():  # ratios are far from 1
+            for parameter in model.parameters():
+                parameter.mul_(1.05 if parameter.requires_grad else 1)
+    total = sum(template.PolicyLoss(config, model)(batch) for batch in batches) / tokens
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return total.item(), gradients
+
+
+def plain_loss(rollouts, config, model) -> torch.Tensor:
     """The formulas of the papers, one answer at a time."""
     terms, kept, tokens = [], 0, 0
     for row, ids in enumerate(rollouts.tensors["answers"].tolist()):
-        of_group = rewards[row // 4]
+        of_group = REWARDS[row // 4]
         if of_group.max() == of_group.min():
             continue
-        answer = [token for token in ids if token >= 0]
-        prompt = rollouts.prompts.prompt(int(rollouts.order.indices(2 // config.updates_per_rollout)[row // 4]))[0]
+        answer, prompt = [token for token in ids if token >= 0], asked(rollouts, row)
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         logp = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        old = rollouts.tensors["old"][row, : len(answer)] if config.updates_per_rollout > 1 else logp.detach()
         advantage = of_group[row % 4] - of_group.mean()
         if config.scale_rewards:
             advantage = advantage / (of_group.std() + 1e-4)
-        ratio = (logp - (logp.detach() if old is None else old[row])).exp()
+        ratio = (logp - old).exp()
         clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
         loss = -torch.minimum(ratio * advantage, clipped * advantage)
         terms.append(loss.mean() if config.normalise == "answer" else loss.sum())
@@ -256,19 +263,11 @@ def plain_loss(rollouts, config, model, rewards, old) -> torch.Tensor:
 
 @pytest.mark.parametrize("normalise", ["token", "answer", "constant"])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_the_loss_is_that_of_the_papers(tiny_model, prompts, model_and_tokenizer, normalise, updates):
-    template = load_template("grpo")
-    config = config_of(template, normalise=normalise, updates_per_rollout=updates, scale_rewards=updates == 1)
+def test_the_loss_is_that_of_the_papers(tiny_model, given, normalise, updates):
+    template, config, rollouts = given(normalise=normalise, updates_per_rollout=updates, scale_rewards=updates == 1)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], updates=updates)
-    given_rollout(rollouts, REWARDS, template, config)
-    loss, gradients = loss_and_gradients(rollouts, template, config, model, old=updates > 1)
-    old = None
-    if updates > 1:
-        counts = (rollouts.tensors["answers"] >= 0).sum(1).tolist()
-        old = [values[:count] for values, count in zip(rollouts.tensors["old"], counts, strict=True)]
-    model.zero_grad()
-    expected = plain_loss(rollouts, config, model, REWARDS, old)
+    loss, gradients = loss_and_gradients(template, config, rollouts, model)
+    expected = plain_loss(rollouts, config, model)
     expected.backward()
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     for name, parameter in model.named_parameters():
@@ -277,14 +276,11 @@ def test_the_loss_is_that_of_the_papers(tiny_model, prompts, model_and_tokenizer
 
 
 @pytest.mark.parametrize(("ranks", "rewards"), [(2, REWARDS), (5, REWARDS * torch.tensor([[1.0], [0], [0], [0]]))])
-def test_several_ranks_learn_what_one_does(prompts, model_and_tokenizer, ranks, rewards):
+def test_several_ranks_learn_what_one_does(given, model_and_tokenizer, ranks, rewards):
     """The micro-batches of all together are those of one, also of an odd number of answers, and where a rank has none."""
-    template = load_template("grpo")
-    config = config_of(template)
 
     def of_rank(rank, ranks):
-        rollouts = rollouts_of(prompts[0], model_and_tokenizer[1], Share(rank, ranks, CPU), per_device=5)
-        given_rollout(rollouts, rewards, template, config)
+        template, config, rollouts = given(rewards, Share(rank, ranks, CPU), per_device=5)
         batches, tokens, _ = rollouts.micro_batches(1, "token")
         return batches, tokens, sum(template.PolicyLoss(config, model_and_tokenizer[0])(batch) for batch in batches)
 
@@ -295,12 +291,9 @@ def test_several_ranks_learn_what_one_does(prompts, model_and_tokenizer, ranks, 
     torch.testing.assert_close(sum(loss for *_, loss in parts), whole[2], atol=1e-5, rtol=1e-5)
 
 
-def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(prompts, model_and_tokenizer):
-    template = load_template("grpo")
-    config = config_of(template)
+def test_groups_that_are_all_equal_are_left_out_unless_there_are_no_others(given, model_and_tokenizer):
     for rewards, answers in ((REWARDS, 12), (torch.full((4, 4), 0.1), 16)):
-        rollouts = rollouts_of(prompts[0], model_and_tokenizer[1])
-        given_rollout(rollouts, rewards, template, config)
+        template, config, rollouts = given(rewards)
         batches, *_ = rollouts.micro_batches(1, "token")
         assert sum(len(batch["labels"]) for batch in batches) == answers
     assert sum(template.PolicyLoss(config, model_and_tokenizer[0])(batch) for batch in batches) == 0
@@ -313,11 +306,6 @@ def test_numbers_are_compared_as_numbers():
         assert rewards(answer, right)["correct"] == correct
     assert rewards("0", {"answer": 0})["correct"] == 1 and rewards("nothing", {"answer": "?"})["correct"] == 0
     assert rewards("4", {"reference": "It is 4."})["correct"] == 1
-
-
-def test_fewer_prompts_than_a_global_batch_are_refused(prompts, model_and_tokenizer):
-    with pytest.raises(ConfigError, match="fewer than one --global_batch_size"):
-        rollouts_of(prompts[0], model_and_tokenizer[1], batch=len(prompts[0]) + 1)
 
 
 def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
@@ -384,50 +372,35 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     ("normalise", "loss_type", "updates", "kl"),
     [("token", "dapo", 1, 0.0), ("answer", "grpo", 2, 0.0), ("constant", "dr_grpo", 2, 0.0), ("token", "dapo", 2, 0.04)],
 )
-def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokenizer, normalise, loss_type, updates, kl):
+def test_the_loss_is_that_of_trl(tiny_model, tmp_path, given, model_and_tokenizer, normalise, loss_type, updates, kl):
     """TRL's GRPOTrainer on the same answers and rewards, with adapters."""
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
     from trl import GRPOConfig, GRPOTrainer
 
-    template = load_template("grpo")
-    config = config_of(template, normalise=normalise, updates_per_rollout=updates, kl_coef=kl)
-    _, tokenizer = model_and_tokenizer
-    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    rollouts = rollouts_of(prompts[0], tokenizer, updates=updates)
     rewards = REWARDS.clone()
     rewards[2, 0] = 2.0  # TRL counts groups without spread
-    given_rollout(rollouts, rewards, template, config)
-    batches, tokens, _ = rollouts.micro_batches(1, normalise)
-    if updates > 1:
-        rollouts.note_old(model, batches)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.02 if parameter.requires_grad else 1)
-    loss = sum(template.PolicyLoss(config, model)(batch) for batch in batches) / tokens
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad()
+    template, config, rollouts = given(rewards, normalise=normalise, updates_per_rollout=updates, kl_coef=kl)
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), model_and_tokenizer[1]
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    loss, gradients = loss_and_gradients(template, config, rollouts, model)
 
     options = {"loss_type": loss_type, "beta": kl, "epsilon": 0.2, "epsilon_high": 0.28, "num_iterations": updates}
     options |= {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 6}
-    arguments = GRPOConfig(str(tmp_path), **options, report_to="none", use_cpu=True, bf16=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = GRPOTrainer(
         model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=arguments,
+        args=GRPOConfig(str(tmp_path), **options, report_to="none", use_cpu=True, bf16=False),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 16),
         processing_class=tokenizer,
     )
     trainer.current_gradient_accumulation_steps = 1
-    asked = [rollouts.prompts.prompt(int(rollouts.order.indices(0)[row // 4]))[0] for row in range(16)]
-    longest = max(map(len, asked))
-    answers = rollouts.tensors["answers"]
+    texts = [asked(rollouts, row) for row in range(16)]
+    longest, answers = max(map(len, texts)), rollouts.tensors["answers"]
     inputs = {
-        "prompt_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked]),
-        "prompt_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked]),
+        "prompt_ids": torch.tensor([[0] * (longest - len(ids)) + ids for ids in texts]),
+        "prompt_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in texts]),
         "completion_ids": answers.clamp(min=0),
         "completion_mask": (answers >= 0).long(),
         "advantages": ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten(),
@@ -444,8 +417,7 @@ def test_the_loss_is_that_of_trl(tiny_model, tmp_path, prompts, model_and_tokeni
     trainer.model.train()
     theirs = trainer._compute_loss(trainer.model, inputs)
     theirs.backward()
-    assert loss.item() == pytest.approx(theirs.item(), abs=1e-5)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    assert loss == pytest.approx(theirs.item(), abs=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-4

@@ -7,6 +7,7 @@ import shutil
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ from tests.security.conftest import Payload
 class Saver(Checkpointer):
     def resume(self):
         return super().resume(find(self.run_dir, self.config.checkpoint.resume_from_checkpoint))
+
+
+@pytest.fixture
+def saver(tmp_path):
+    return make(tmp_path / "run")[2]
+
+
+@pytest.fixture
+def saved(saver):
+    """With a checkpoint of step 1."""
+    saver.save(TrainState(step=1))
+    return saver
 
 
 @dataclass(frozen=True)
@@ -89,8 +102,7 @@ def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name
     assert train(model, optimizers, 3, 6) == expected
 
 
-def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tmp_path, capsys):
-    _, _, saver = make(tmp_path / "run")
+def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(saver, tmp_path, capsys):
     first = saver.run_dir / "checkpoint-000001"
     saver.save(TrainState())  # nothing is learned yet
     assert checkpoints(tmp_path / "run") == []
@@ -107,17 +119,12 @@ def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(tm
     assert saver.resume().targets == 1
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path, capsys, monkeypatch):
-    _, _, saver = make(tmp_path / "run")
+def test_the_newest_and_the_best_are_kept(saver, capsys, monkeypatch):
     for step in range(1, 6):
         saver.save(TrainState(step=step, best_step=min(2, step)))
     assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["2", "4", "5"]
     assert capsys.readouterr().err.count(", the best so far\n") == 2
-
-    def remove(_):
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr(checkpoint, "remove", remove)
+    monkeypatch.setattr(checkpoint, "remove", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
     saver.save(TrainState(step=6))
     said = capsys.readouterr().err
     assert "warning: checkpoint-000006 is saved, but an older one could not be removed" in said and "busy" in said
@@ -125,13 +132,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["write", "write_manifest"])
-def test_a_save_that_fails_names_the_rank_and_leaves_nothing(tmp_path, monkeypatch, part):
-    _, _, saver = make(tmp_path / "run")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, part, full)
+def test_a_save_that_fails_names_the_rank_and_leaves_nothing(saver, monkeypatch, part):
+    monkeypatch.setattr(checkpoint, part, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(CheckpointError, match=r"^checkpoint-000001 could not be saved: rank 0: .*No space left") as caught:
         saver.save(TrainState(step=1))
     assert caught.value.exit_code == 3 and not [*saver.run_dir.iterdir()]
@@ -184,11 +186,9 @@ def test_replicas_that_train_apart_save_weights_of_their_own(tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "rank-0.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, capsys):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    saver.save(TrainState(step=2))
-    newest = saver.run_dir / "checkpoint-000002"
+def test_any_damage_is_found_and_the_one_before_is_used(saved, tmp_path, name, damage, capsys):
+    saved.save(TrainState(step=2))
+    newest = saved.run_dir / "checkpoint-000002"
     path = newest / name
     content = path.read_bytes()
     if damage == "delete":
@@ -198,22 +198,24 @@ def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, 
     else:
         place = len(content) // 2 if name != "MANIFEST.json" else content.index(b'"targets": ') + 11
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    assert saver.resume().step == 1
+    assert saved.resume().step == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "checkpoint-000002" in said and "; the one before it is used" in said
     with pytest.raises(CheckpointError, match="checkpoint-000002"):
         make(tmp_path / "new", resume_from_checkpoint=newest)[2].resume()
     shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
-        saver.resume()
+        saved.resume()
     assert "the one before" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"format": 7, "step": 1, "files": []}', '{"format": 7, "step": 1}'])
-def test_a_manifest_that_is_none_is_damaged(tmp_path, content):
-    (tmp_path / "MANIFEST.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is damaged"):
-        verify(tmp_path)
+def test_a_manifest_that_is_none_or_of_another_format_is_refused(tmp_path):
+    damaged = ("{}", "[]", '{"format": 7, "step": 1, "files": []}', '{"format": 7, "step": 1}')
+    contents = dict.fromkeys(damaged, r"MANIFEST\.json is damaged")
+    for content, said in (contents | {'{"format": 2}': "format 2, but this version reads only 7"}).items():
+        (tmp_path / "MANIFEST.json").write_text(content)
+        with pytest.raises(CheckpointError, match=said):
+            verify(tmp_path)
 
 
 def test_the_loss_scale_of_fp16_is_restored(tmp_path):
@@ -251,20 +253,17 @@ def test_verify_resume_sees_a_single_bit(tmp_path, part, name):
     assert part is None or (found[part].startswith("1 of ") and found[part].endswith(f" tensors, first {name}"))
 
 
-def test_another_model_is_an_error_not_a_traceback(tmp_path):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
+def test_another_model_is_an_error_not_a_traceback(saved):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers)
-    other = Saver(setup_of(accelerator, model, optimizers, tmp_path / "run", SmallConfig()), "abc")
+    other = Saver(setup_of(accelerator, model, optimizers, saved.run_dir, SmallConfig()), "abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
 
 
-def test_other_settings_are_refused_by_name(tmp_path, capsys):
-    make(tmp_path / "run")[2].save(TrainState(step=1))
+def test_other_settings_are_refused_by_name(saved, tmp_path, capsys):
     make(tmp_path / "run", per_device_train_batch_size=4, eval_steps=7)[2].resume()
     said = capsys.readouterr().err
     assert "per_device_train_batch_size was 2, now 4" in said and "eval_steps was 5, now 7" in said  # told, and allowed
@@ -291,37 +290,26 @@ def test_other_frozen_weights_and_other_replicas_are_refused(tmp_path, monkeypat
         saver.resume()
 
 
-def replace_file(folder, name, content):
-    """With a manifest that agrees: who can write one file can write them all."""
-    (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "MANIFEST.json").read_text())
-    del manifest["sha256"]
-    manifest["files"][name] = digest(folder / name)
-    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize("name", ["rank-0.safetensors", "MANIFEST.json", "rank-1.pickle"])
-def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    folder, content = saver.run_dir / "checkpoint-000001", pickle.dumps(Payload(str(tmp_path / "ran")))
-    if name == "MANIFEST.json":
-        (folder / name).write_bytes(content)
-    else:
-        replace_file(folder, name, content)
+def test_a_pickle_in_place_of_any_file_runs_nothing(saved, tmp_path, name):
+    folder, content = saved.run_dir / "checkpoint-000001", pickle.dumps(Payload(str(tmp_path / "ran")))
+    (folder / name).write_bytes(content)
+    if name != "MANIFEST.json":  # with one that agrees: who can write one file can write them all
+        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        del manifest["sha256"]
+        manifest["files"][name] = digest(folder / name)
+        (folder / "MANIFEST.json").write_text(json.dumps(manifest))
     if name == "rank-1.pickle":  # a stray one, which nothing asks for
-        assert saver.resume().step == 1
+        assert saved.resume().step == 1
     else:
         with pytest.raises((CheckpointError, SafetensorError)):
-            saver.resume()
+            saved.resume()
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_of_another_checkpoint_in_it_is_named(tmp_path):
+def test_a_file_of_another_checkpoint_in_it_is_named(saved):
     """Such as of more ranks, copied to the same place: its tensors would be taken for this one's."""
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    folder = saver.run_dir / "checkpoint-000001"
+    folder = saved.run_dir / "checkpoint-000001"
     shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is of another checkpoint: remove it"):
         verify(folder)
@@ -340,21 +328,8 @@ def test_a_best_one_that_is_damaged_leaves_the_last_weights(tmp_path, capsys):
     assert "is damaged; final/ holds the last weights, not the best" in capsys.readouterr().err
 
 
-def test_one_of_another_format_is_refused(tmp_path):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    path = saver.run_dir / "checkpoint-000001" / "MANIFEST.json"
-    manifest = json.loads(path.read_text())
-    manifest["format"] = 2
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="format 2, but this version reads only 7"):
-        make(tmp_path / "new", resume_from_checkpoint=path.parent)[2].resume()
-
-
-def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    saver.save(TrainState(step=2))
+def test_a_file_system_that_gives_an_error_has_nothing_passed_over(saved, monkeypatch):
+    saved.save(TrainState(step=2))
 
     def digest(path):
         if path.parent.name == "checkpoint-000002":
@@ -363,14 +338,12 @@ def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, mon
 
     monkeypatch.setattr(checkpoint_files, "digest", digest)
     with pytest.raises(NotNow, match=r"checkpoint-000002: cannot be read \(Stale file handle\)"):
-        saver.resume()
+        saved.resume()
 
 
-def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    saver.save(TrainState(step=3))
-    (saver.run_dir / "checkpoint-000003" / "rank-0.safetensors").write_bytes(b"")
+def test_one_that_was_found_damaged_stays_until_its_step_is_due(saved, tmp_path):
+    saved.save(TrainState(step=3))
+    (saved.run_dir / "checkpoint-000003" / "rank-0.safetensors").write_bytes(b"")
     _, _, saver = make(tmp_path / "run")
     assert saver.resume().step == 1
     saver.save(TrainState(step=2))
@@ -386,20 +359,8 @@ def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_
         _lock(tmp_path / "run")
 
 
-def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path, capsys):
-    _, _, saver = make(tmp_path / "one")
-    saver.save(TrainState(step=1, tracker_run_id="abc"))
-    source = tmp_path / "one" / "checkpoint-000001"
-    _, _, saver = make(tmp_path / "two", resume_from_checkpoint=source)
-    state = saver.resume()
-    assert (state.step, state.tracker_run_id) == (1, "")
-    saver.save(TrainState(step=2))
-    capsys.readouterr()
-    assert saver.resume().step == 2
-    assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
-
-
 def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tracker(tmp_path, capsys):
+    """And so is a run that starts from it, which goes on from its own."""
     make(tmp_path / "one")[2].save(TrainState(step=1, tracker_run_id="abc", best_step=1))
     shutil.copytree(tmp_path / "one", tmp_path / "whole")
     shutil.copytree(tmp_path / "one" / "checkpoint-000001", tmp_path / "part" / "checkpoint-000001")
@@ -408,12 +369,17 @@ def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tra
         assert (state.tracker_run_id, state.best_step) == ("", 1)
         assert f"was saved in {tmp_path}/one: the tracker gets another run" in capsys.readouterr().err
     assert make(tmp_path / "one")[2].resume().tracker_run_id == "abc"
+    _, _, saver = make(tmp_path / "two", resume_from_checkpoint=tmp_path / "one/checkpoint-000001")
+    state = saver.resume()
+    assert (state.step, state.tracker_run_id) == (1, "")
+    saver.save(TrainState(step=2))
+    assert saver.resume().step == 2
+    assert f"resumed from {tmp_path / 'two/checkpoint-000002'} at step 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["000004", "000001"])
-def test_a_checkpoint_under_another_step_s_name_is_not_used(tmp_path, capsys, name):
+def test_a_checkpoint_under_another_step_s_name_is_not_used(saver, tmp_path, capsys, name):
     """Otherwise its step would not be saved, or each start would go back."""
-    _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=2))
     saver.save(TrainState(step=3))
     (saver.run_dir / "checkpoint-000003").rename(saver.run_dir / f"checkpoint-{name}")

@@ -18,6 +18,7 @@ PAGE = (ROOT / "docs/editing_the_step.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "own_answers", "augmented", "penalty", "metric", "own_model")
 FIRST_TIER = ("metric",)
+CLASSES = ["bad", "fair", "good"]
 CASES = [diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)]
 KILLED = "adversary"  # the edit that is killed and resumed
 
@@ -29,25 +30,29 @@ def test_each_edit_is_small():
         assert 0 < len(changed) <= 45
 
 
-@pytest.mark.parametrize("diff", CASES, ids=NAMES)
-def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
-    shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
+def edited(folder, diff, text_file, image_folder, teacher=demo.MODEL):
+    """(the edited template, flags of a small run), with the data that they name, in a folder."""
+    shutil.copytree(ROOT / "templates", folder / "templates", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=folder, check=True)
     template = re.search(r"a/templates/(\w+)\.py", diff)[1]
-    classes = ["bad", "fair", "good"]
-    texts = [f"{name} {'and so on ' * (n % 7)}{n},{name}" for n, name in enumerate(classes * 30)]
-    (tmp_path / "stars.csv").write_text("\n".join(["text,label", *texts]))
-    for script in (tmp_path / "templates").glob("*.py"):  # a model that is there, and the student's own base
-        script.write_text(script.read_text().replace("org/teacher", str(demo.MODEL)))
+    texts = [f"{name} {'and so on ' * (n % 7)}{n},{name}" for n, name in enumerate(CLASSES * 30)]
+    (folder / "stars.csv").write_text("\n".join(["text,label", *texts]))
+    for script in (folder / "templates").glob("*.py"):  # a model that is there, and the student's own base
+        script.write_text(script.read_text().replace("org/teacher", str(teacher)))
     flags = {
         "lora_finetune": ["--seq_length", 128, "--show_answers", 0],
         "full_finetune": ["--seq_length", 128, "--show_answers", 0],
         "grpo": ["--group_size", 2, "--eval_answers", 8, "--show_answers", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
-        "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
+        "text_classification": ["--train_file", folder / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
     }[template]
-    flags += ["--metric_for_best_model", "kappa"] if "kappa" in diff else []
+    return template, flags + (["--metric_for_best_model", "kappa"] if "kappa" in diff else [])
+
+
+@pytest.mark.parametrize("diff", CASES, ids=NAMES)
+def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
+    template, flags = edited(tmp_path, diff, text_file, image_folder)
     flags = [*flags, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 5, "--save_steps", 2]
 
     def train(folder, fault=""):
@@ -60,24 +65,22 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     assert straight.returncode == 0, straight.output
     assert len(straight.losses) == 5
     assert ("z_loss" in straight.rows[-2]) == ("z_loss" in diff)
+    apart = straight.each("divergence")
     if template == "grpo":  # the student begins as its teacher, and moves where its tokens were sampled
-        apart = [row["divergence"] for row in straight.rows if "divergence" in row]
         assert apart[0] == pytest.approx(0, abs=1e-6) and straight.rows[1]["grad_norm"] < 1e-4
     elif "teacher" in diff:
-        apart = [row["divergence"] for row in straight.rows if "divergence" in row]
         assert apart[0] == 0 and all(value > 0 for value in apart[1:])  # the adapters begin as nothing
     if "drop_tokens" in diff:  # other tokens, as many targets
         plain = run("full_finetune", tmp_path / "plain", *flags)
-        assert [row["tokens"] for row in plain.rows if "loss" in row] == [
-            row["tokens"] for row in straight.rows if "loss" in row
-        ]
+        tokens, expected = ([row["tokens"] for row in each.rows if "loss" in row] for each in (straight, plain))
+        assert tokens == expected
         assert all(plain.losses[step] != straight.losses[step] for step in range(1, 6))
     if "kappa" in diff:
         with (tmp_path / "straight/predictions.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         lines = [int(row["where"].rpartition(":")[2]) for row in rows]
         assert lines == sorted(lines)  # in the order of the file, though batches hold texts of one length
-        pairs = [[classes.index(row[name]) for row in rows] for name in ("label", "predicted")]
+        pairs = [[CLASSES.index(row[name]) for row in rows] for name in ("label", "predicted")]
         measured = json.loads((tmp_path / "straight/evaluation.json").read_text())["kappa"]
         assert measured == pytest.approx(cohen_kappa_score(*pairs, weights="quadratic", labels=range(3)))
         assert "best by kappa: step" in straight.output

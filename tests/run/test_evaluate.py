@@ -63,7 +63,7 @@ def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_pa
     write_lines(data, rows)
     test = write_lines(tmp_path / "test.jsonl", rows[:1])
     flags = ("--dataset_name", data.parent, "--validation_split_name", "train", "--global_batch_size", 4)
-    flags = (*flags, "--max_steps", 1, "--seq_length", 32, "--lora_r", 4)
+    flags = (*flags, "--max_steps", 1, "--seq_length", 32, "--lora_r", 4, "--fail_on", "duplicates")
     more = ("--allow_unused_columns", "label") if template == "lora_finetune" else ()
     learn_here(template, tmp_path / "run", *flags, *more)
     shutil.rmtree(data.parent)

@@ -3,7 +3,6 @@
 import os
 import random
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from shared.data.order import seed_all
 from shared.process.errors import ConfigError, NotNow
 from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import launch
-from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, free_port, run, run_here, slow
+from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, free_port, learn_here, run, slow
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -108,21 +107,13 @@ def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():
     assert len({draw(*key) for key in [(0, 5, 0), (1, 5, 0), (0, 6, 0), (0, 5, 1)]}) == 4
 
 
-def test_exit_code_of_the_script_itself_names_the_cause(tmp_path):
-    script = command("lora_finetune", tmp_path)
-    bad = subprocess.run([sys.executable, *script, "--attn_implementation", "nonesuch"], capture_output=True, text=True)
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
-
-
 @pytest.fixture(scope="module")
 def small(text_file, tiny_model, tmp_path_factory):
     """(flags of a run of three steps, its losses one row at a time)."""
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3)
     flags = (*flags, "--eval_samples", 2, "--global_batch_size", 8)
     folder = tmp_path_factory.mktemp("small")
-    run_here("pretrain", "--output_dir", folder, *flags, "--per_device_train_batch_size", 1)
-    return flags, Run(folder, 0, "").losses
+    return flags, learn_here("pretrain", folder, *flags, "--per_device_train_batch_size", 1).losses
 
 
 def short_of_memory(folder, where, *flags, processes=1, config=None):

@@ -3,6 +3,7 @@
 import json
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shared.run.state import TrainState
 from shared.run.tracking import Tracker
 from shared.training import step
 from shared.training.step import Step
+from tests.conftest import Run
 
 CONFIG = SimpleNamespace(log=LogConfig(report_to="none", logging_steps=2), evaluation=EvaluationConfig())
 
@@ -59,10 +61,6 @@ def a_step(accelerator, state, loss, finite=True):
     return made
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, clock, tmp_path, capsys):
     monkeypatch.setattr(metrics, "total", lambda _, own: own)
     one, state = Ranks(num_processes=1), TrainState()
@@ -72,7 +70,7 @@ def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, clock, tmp_pa
         logger.step(a_step(one, state, loss, finite), due=state.step == 3)
     clock[0] += 2
     logger.step(a_step(one, state, math.inf, False), due=True)
-    first, second = rows_of(tmp_path)
+    first, second = Run(tmp_path, 0, "").rows
     assert first["loss"] == (4 + 8) / 2 / 2 and first["processed_tokens_per_second"] == 3 * 3 / 6
     assert second["loss"] is None  # nothing was learned
     lines = ["step 1/9", "step 3/9: loss 3.000, 1.50 tokens/s, 00:12 left", "step 4/9: loss nan, 1.50 tokens/s, 00:10 left"]
@@ -91,7 +89,7 @@ def test_values_of_some_steps_alone_are_means_over_these_and_figures_are_rounded
         made.window.sources = {"a": (8, 2)}
         made.log_means(**values)
         logger.step(made, due=state.step > 7)
-    first, second = rows_of(tmp_path)
+    first, second = Run(tmp_path, 0, "").rows
     expected = {"step": 8, "loss": 8388608.5, "reward": 3.0, "learning_rate": 0.1, "grad_norm": 0.5, "pairs": 40}
     expected |= {"skipped_steps": 2, "epochs/a": 0.25, "peak_memory_gb": 2.048, "data_wait_share": 0.0}
     assert {name: first[name] for name in first if "per_second" not in name} == expected
@@ -156,7 +154,7 @@ def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(proces
     kept = {metrics.STEPS: 1.5, "loss": 2.5} if processes != 2 else each[0]
     assert state.interval == [kept]
     logger.step(a_step(ranks, state, 5.0 * 2 / processes), due=True)  # the mean of a target is 5
-    (row,) = rows_of(tmp_path)
+    (row,) = Run(tmp_path, 0, "").rows
     assert row["loss"] == (kept["loss"] + 5) / (kept[metrics.STEPS] + 1)
 
 
@@ -192,7 +190,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
         logger.step(made, due=state.step % 2 == 0)
         with logger.pause():
             clock[0] += 100
-    rows = rows_of(tmp_path)
+    rows = Run(tmp_path, 0, "").rows
     assert [row["step"] for row in rows] == [2, 4]
     for row in rows:  # 2 steps of 1 + 2 seconds, with 8 targets and 2 x 6 positions in each
         assert row["loss"] == pytest.approx(2 * 12 / 8) and row["entropy"] == pytest.approx(2 * 24 / 8)
@@ -205,10 +203,8 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
 def test_what_wandb_refuses_also_offline_is_one_line(monkeypatch, tmp_path):
     import wandb
 
-    def refuse(*_):
-        raise wandb.errors.UsageError("Invalid project name 'a/b'\nmore")
-
     tracker = object.__new__(Tracker)
+    refuse = Mock(side_effect=wandb.errors.UsageError("Invalid project name 'a/b'\nmore"))
     tracker.accelerator = SimpleNamespace(init_trackers=refuse, trackers=[])
     tracker.run_dir, tracker.state = tmp_path, TrainState()
     monkeypatch.setattr(wandb, "teardown", lambda: None)

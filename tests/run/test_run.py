@@ -9,31 +9,17 @@ from safetensors.torch import load_file
 from shared.run.tensors import read_tensors
 from tests.conftest import run, slow
 
-# Rates at which the validation loss soon rises again, so that the best evaluation is not the last.
-SMALL = {
-    "pretrain": ["--vocab_size", 300, "--seq_length", 32, "--learning_rate", 0.3, "--metric_for_best_model", "loss"],
-    "lora_finetune": ["--seq_length", 64, "--learning_rate", 0.5, "--max_new_tokens", 2],
-    "image_classification": ["--image_size", 16, "--learning_rate", 0.05, "--dataloader_num_workers", 0],
-}
-COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--eval_steps", 2, "--save_steps", 3]
-
-
-def flags_of(template, text_file, chat_file, tiny_model, image_folder):
-    data = {
-        "pretrain": ["--train_file", text_file],
-        "lora_finetune": ["--train_file", chat_file, "--model_name_or_path", tiny_model],
-        "image_classification": ["--train_dir", image_folder],
-    }
-    return [*SMALL[template], *data[template], *COMMON, "--max_steps", 10]
-
 
 @pytest.fixture(params=[slow("pretrain"), "lora_finetune", slow("image_classification")])
 def small(request, text_file, chat_file, tiny_model, image_folder):
-    return request.param, flags_of(request.param, text_file, chat_file, tiny_model, image_folder)
-
-
-def comparable(rows):
-    return [{k: v for k, v in row.items() if not re.search("per_second|memory|wait", k)} for row in rows]
+    """(template, flags), at rates at which the validation loss soon rises again: the best evaluation is not the last."""
+    text = ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32, "--metric_for_best_model", "loss"]
+    chats = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
+    images = ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0]
+    rates = {"pretrain": (text, 0.3), "lora_finetune": (chats, 0.5), "image_classification": (images, 0.05)}
+    flags, rate = rates[request.param]
+    flags += ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--eval_steps", 2, "--save_steps", 3]
+    return request.param, [*flags, "--learning_rate", rate, "--max_steps", 10]
 
 
 def test_final_holds_the_average_of_the_best_evaluation_also_after_a_kill(small, tmp_path):
@@ -44,7 +30,9 @@ def test_final_holds_the_average_of_the_best_evaluation_also_after_a_kill(small,
     assert killed.returncode != 0 and not (tmp_path / "killed" / "final").exists()
     resumed = run(template, tmp_path / "killed", *flags)
     assert "resumed from" in resumed.output
-    assert comparable(resumed.rows) == comparable(straight.rows)
+    differ = re.compile("per_second|memory|wait")
+    one, other = ([{k: v for k, v in row.items() if not differ.search(k)} for row in r.rows] for r in (resumed, straight))
+    assert one == other
     metric = "eval_accuracy" if template == "image_classification" else "eval_loss"
     scores = {row["step"]: row[metric] for row in straight.rows if metric in row and row["step"] > 0}
     best = int(re.search(r"best by \w+: step (\d+)", straight.output)[1])

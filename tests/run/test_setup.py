@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from shared.config import parse as configs
-from shared.config.options import EvaluationConfig
 from shared.data.order import Order
 from shared.process.errors import ConfigError
 from shared.run.rehearsal import Rehearsal
@@ -35,10 +34,9 @@ def test_optimizers_hold_what_is_trained_and_a_rate_that_was_changed_stays_chang
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     every = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = r"^setup.prepare: the optimizers of 'model' have [024] parameters that are frozen"
     for optimizers in ([every], [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)], []):
-        with pytest.raises(
-            ConfigError, match=r"^setup.prepare: the optimizers of 'model' have [024] parameters that are frozen"
-        ):
+        with pytest.raises(ConfigError, match=said):
             setup.prepare(model, optimizers)
     (built,) = optim.build(model, setup.config.optim)
     for group in built.param_groups:
@@ -66,8 +64,3 @@ def test_kept_tensors_are_named_before_the_start_and_trials_take_back_what_they_
     setup.start(Data(), loss, fingerprint="x")
     with pytest.raises(RuntimeError, match=r"call setup.keep before setup.start"):
         setup.keep("late", {"count": count})
-
-
-def test_a_metric_has_its_name_with_and_without_eval():
-    for name in ("eval_loss", "loss"):
-        assert EvaluationConfig(metric_for_best_model=name).metric_for_best_model == "loss"

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shared.config.options import EvaluationConfig
 from shared.process.errors import ConfigError
 from shared.run.state import TrainState, better, score_of
 
@@ -28,7 +29,9 @@ def test_the_best_is_that_of_the_metric_and_of_equal_ones_that_of_the_lower_loss
     assert state.results["eval_loss"] == rows[best or -1][0] and state.before["eval_loss"] == rows[0][0]
 
 
-def test_a_metric_that_is_not_measured_is_refused_with_those_that_are():
+def test_a_metric_has_its_name_with_and_without_eval_and_one_that_is_not_measured_is_refused():
+    for name in ("eval_loss", "loss"):
+        assert EvaluationConfig(metric_for_best_model=name).metric_for_best_model == "loss"
     message = "--metric_for_best_model kapa: an evaluation of this run measures loss, kappa"
     with pytest.raises(ConfigError, match=message):
         score_of({"eval_loss": 1.0, "eval_kappa": 0.5}, "kapa")

@@ -14,7 +14,7 @@ from shared.models.loading import without_adapters
 from shared.models.loss import target_log_probabilities
 from shared.models.options import AdapterConfig
 from shared.run.tuned import load_tuned
-from tests.small_models import tokens
+from tests.small_models import tokens, words
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
@@ -31,15 +31,11 @@ def test_probabilities_that_are_learned_are_those_of_an_evaluation(tmp_path, kin
         given = tmp_path / "adapter"
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["fc1"], lora_dropout=0.5, init_lora_weights=False)
         get_peft_model(base, lora).save_pretrained(given)
-    config = SimpleNamespace(
-        model_name_or_path=str(tmp_path / "base"),
-        full=kind == "full",
-        adapter=AdapterConfig(adapter_name_or_path=given and str(given)),
-        speed=SpeedConfig(gradient_checkpointing=recomputed),
-    )
-    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 63})
+    adapter, speed = AdapterConfig(adapter_name_or_path=given and str(given)), SpeedConfig(gradient_checkpointing=recomputed)
+    facts = {"model_name_or_path": str(tmp_path / "base"), "full": kind == "full"}
+    config = SimpleNamespace(**facts, adapter=adapter, speed=speed)
     setup = SimpleNamespace(config=config, accelerator=Accelerator(cpu=True), set_defaults=lambda *_, **__: config)
-    model = load_tuned(setup, tokenizer, 12)
+    model = load_tuned(setup, words(64), 12)
     calls = []
     for block in repeated_blocks(without_adapters(model)):
         block.fc1.register_forward_pre_hook(lambda *_: calls.append(1))

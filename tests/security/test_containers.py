@@ -13,7 +13,6 @@ def documents(name: str) -> list[dict]:
 
 
 def test_pods_have_no_token_and_talk_only_to_pods_of_their_job():
-    """Row 19."""
     for name in ("kubernetes", "kubernetes_multi_node"):
         (job,) = (d for d in documents(name) if d["kind"] == "Job")
         assert job["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
@@ -27,7 +26,7 @@ def test_pods_have_no_token_and_talk_only_to_pods_of_their_job():
 
 
 def test_only_kinds_of_files_that_the_image_needs_get_into_it():
-    """Row 20: a key, a token or a data file beside the source stays out."""
+    """A key, a token or a data file beside the source stays out."""
     patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     wild = {r"\*\*/": "(.*/)?", r"\*": "[^/]*"}
 
@@ -50,7 +49,7 @@ def test_only_kinds_of_files_that_the_image_needs_get_into_it():
 
 
 def test_the_lock_holds_what_requirements_name():
-    """Row 20. Made anew by: grep -v '^-e' requirements.txt | uv pip compile - --universal --python-version 3.11
+    """Made anew by: grep -v '^-e' requirements.txt | uv pip compile - --universal --python-version 3.11
     --generate-hashes -o requirements.lock
     """
     pins = set(re.findall(r"^[\w-]+==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE))

@@ -1,7 +1,6 @@
 """Nothing in data runs."""
 
 import io
-import json
 import os
 import random
 import shutil
@@ -20,8 +19,8 @@ from shared.images import sources
 from shared.images.decoding import BadImage, decode, decode_tensor
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
-from tests.conftest import paint, run, run_here, slow
-from tests.security.conftest import TINY, flip, refused, trains
+from tests.conftest import learn_here, paint, run, slow, write_lines
+from tests.security.conftest import TINY, flip, refused
 
 
 def test_a_pickle_in_place_of_data_runs_nothing(tiny_model, tmp_path, payload):
@@ -52,62 +51,45 @@ def test_code_in_a_data_set_s_folder_is_not_run(tiny_model, tmp_path, nobody_ans
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
-def test_a_pickle_in_place_of_prepared_data_runs_nothing(
-    template, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch, capsys
+@pytest.mark.parametrize("flips", [1, slow(4)])
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "text_classification", "image_classification"])
+def test_no_damaged_prepared_data_are_learned_from(
+    template, flips, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch, capsys
 ):
+    """Pickles in the place of all files, which run nothing, and then flipped bits, one at a time."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]
+    labelled = write_lines(tmp_path / "labelled.jsonl", rows)
     flags = {
-        "pretrain": (
-            *("--train_file", text_file, "--vocab_size", 320, "--config_overrides", "num_hidden_layers=1"),
-            *("--preprocessing_num_workers", 1),
-        ),
+        "pretrain": ("--train_file", text_file, "--model_name_or_path", tiny_model),
         "lora_finetune": ("--train_file", text_file, "--model_name_or_path", tiny_model),
+        "text_classification": ("--train_file", labelled, "--model_name_or_path", tiny_model, "--seq_length", 32),
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "convnext"),
     }[template]
-    assert trains(template, tmp_path, *flags)
-    kinds = ("corpus", "chat", "images")
-    (folder,) = (path for path in (tmp_path / "cache").glob("*/*") if path.parent.name in kinds and path.is_dir())
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != prepared.VERIFIED}
-    for path in before:
-        path.write_bytes(payload)
-    assert trains(template, tmp_path / "again", *flags)
-    assert f"{folder}: prepared data is damaged" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in before} == before
-
-
-@pytest.mark.parametrize("flips", [1, slow(4)])
-@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "text_classification"])
-def test_no_flipped_bit_in_prepared_data_is_learned_from(
-    template, flips, tiny_model, text_file, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    flags = ["--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 2]
-    flags += ["--eval_samples", 2, "--global_batch_size", 2, "--preprocessing_num_workers", 1]
-    flags += ["--show_answers", 0] * (template == "lora_finetune")
-    if template == "text_classification":
-        flags = [*flags[:6], "--max_steps", 2, "--global_batch_size", 2, "--per_device_train_batch_size", 2]
-        rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]
-        flags[1] = tmp_path / "labelled.jsonl"
-        flags[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags += ("--preprocessing_num_workers", 1) if "--train_file" in flags else ()
+    tiny = TINY.get(template, ("--global_batch_size", 2, "--per_device_train_batch_size", 2))
 
     def losses(name: str) -> list[dict]:
-        run_here(template, "--output_dir", tmp_path / name, *flags)
-        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        found = [{key: value for key, value in row.items() if "loss" in key} for row in rows]
+        rows = learn_here(template, tmp_path / name, *tiny, *flags, "--max_steps", 2).rows
         shutil.rmtree(tmp_path / name)
-        return found
+        return [{key: value for key, value in row.items() if "loss" in key} for row in rows]
+
+    def files_of(folder: Path) -> dict[Path, bytes]:
+        names = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != prepared.VERIFIED]
+        return {path: path.read_bytes() for path in names}
 
     right = losses("right")
     assert len(right) >= 2
-    rng = random.Random(0)
-    for number in range(flips):
-        folder = rng.choice([*(tmp_path / "cache").glob("*/*")])
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != prepared.VERIFIED]
-        bits = [8 * path.stat().st_size for path in files]
-        (path,) = rng.choices(files, bits)
-        flip(path, rng.randrange(8 * path.stat().st_size))
-        assert losses(str(number)) == right, path
+    (folder,) = (path for path in (tmp_path / "cache").glob("*/*") if path.is_dir())
+    before, rng = files_of(folder), random.Random(0)
+    for number in range(1 + flips):
+        if number == 0:
+            for path in before:
+                path.write_bytes(payload)
+        else:
+            (path,) = rng.choices([*before], [len(content) for content in before.values()])
+            flip(path, rng.randrange(8 * len(before[path])))
+        assert losses(str(number)) == right and files_of(folder) == before, path
         assert f"{folder}: prepared data is damaged" in capsys.readouterr().err, path
 
 

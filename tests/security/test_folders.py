@@ -6,10 +6,11 @@ import pytest
 
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError
-from shared.run.folder import FILES, MODELS
+from shared.run.folder import FILES, MODELS, _tidy
 from shared.run.state import TrainState
 from tests.conftest import run_here
 from tests.run.test_checkpoint import make
+from tests.security.conftest import TINY
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -38,6 +39,23 @@ def test_folders_without_a_manifest_are_never_removed(tmp_path):
     assert own == {"checkpoint-000005"}
 
 
+def test_only_what_a_killed_run_was_writing_is_tidied_away(tmp_path):
+    """A checkpoint that it was replacing comes back."""
+    _, _, saver = make(tmp_path / "run")
+    folder = saver.run_dir
+    for step in (4, 6):
+        saver.save(TrainState(step=step))
+    (folder / "checkpoint-000099").write_text("a file")
+    for name in ("checkpoint-best", "checkpoint-000004/notes", ".tmp-checkpoint-000006", ".tmp-notes", ".old-final"):
+        (folder / name).mkdir()
+    (folder / "checkpoint-000004/rng_state_0.pth").write_bytes(b"of another tool")
+    (folder / "final").mkdir()
+    (folder / "checkpoint-000006").rename(folder / ".old-checkpoint-000006")
+    _tidy(folder)
+    left = {"checkpoint-000004", "checkpoint-000006", "checkpoint-000099", "checkpoint-best", ".tmp-notes", "final"}
+    assert {path.name for path in folder.iterdir()} == left and saver.resume().step == 6
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.txt", "curves.png", "final/model.safetensors"])
 def test_files_of_the_user_are_not_overwritten(name, tmp_path, tiny_model, text_file):
     folder = tmp_path / "run"
@@ -59,9 +77,8 @@ def test_no_link_is_followed_where_a_run_writes(tmp_path, image_folder, architec
     folder.mkdir(), target.mkdir()
     victim.write_text("precious"), (target / "precious.txt").write_text("precious")
     (folder / ".run.lock").symlink_to(victim)
-    flags = ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, "--save_steps", 1]
-    flags += ["--global_batch_size", 4, "--per_device_train_batch_size", 4, "--max_steps", 2, "--dataloader_num_workers", 0]
-    flags += ["--output_dir", folder, "--audit_data", "--profile"]
+    flags = [*TINY["image_classification"], "--train_dir", image_folder, "--config_name", architectures / "convnext"]
+    flags += ["--max_steps", 2, "--save_steps", 1, "--output_dir", folder, "--audit_data", "--profile"]
     with pytest.raises(ConfigError, match=r"holds \.run\.lock"):
         run_here("image_classification", *flags)
     (folder / ".run.lock").unlink()

@@ -1,4 +1,4 @@
-"""Row 21: a bare machine runs the templates, or one line says what it lacks."""
+"""A bare machine runs the templates, or one line says what it lacks."""
 
 import os
 import shutil
@@ -20,16 +20,7 @@ mknod -m 666 /dev/urandom c 1 9 && exec "$@"
 @pytest.mark.slow
 def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     (tmp_path / "home").mkdir()
-    flags = [
-        "--max_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--dataloader_num_workers",
-        "0",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    flags = ["--max_steps", "1", "--report_to", "none", "--dataloader_num_workers", "0", "--output_dir", f"{tmp_path}/run"]
     command = ["unshare", "--mount", "sh", "-c", BARE, "sh", sys.executable, "templates/image_classification.py", *flags]
     env = os.environ | {"HOME": str(tmp_path / "home"), "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

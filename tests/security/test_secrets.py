@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.process.redaction import masked, redact
 from tests.conftest import run_here
+from tests.security.conftest import TINY
 
 
 def canary(characters: int, alphabet: str = string.ascii_letters + string.digits) -> str:
@@ -162,13 +163,11 @@ def test_no_secret_is_in_any_file_that_a_run_writes(
         monkeypatch.setenv(name, value)
     in_yaml, in_prompt = canary(40), canary(40)
     (tmp_path / "run.yaml").write_text(f"project_name: hf_{in_yaml}\n")
-    flags = ["--config", tmp_path / "run.yaml", "--report_to", "wandb", "--max_steps", 2, "--output_dir", tmp_path / "run"]
-    flags += ["--run_name", " ".join(text for text, _ in texts.values()), "--global_batch_size", 4]
-    if template == "image_classification":
-        flags += ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16]
-        flags += ["--per_device_train_batch_size", 4, "--dataloader_num_workers", 0]
-    else:
-        flags += ["--model_name_or_path", tiny_model, "--train_file", text_file, "--seq_length", 32, "--eval_samples", 2]
+    flags = ["--config", tmp_path / "run.yaml", "--report_to", "wandb", *TINY[template], "--output_dir", tmp_path / "run"]
+    flags += ["--run_name", " ".join(text for text, _ in texts.values())]
+    of_images = ["--train_dir", image_folder, "--config_name", architectures / "convnext"]
+    of_text = ["--model_name_or_path", tiny_model, "--train_file", text_file]
+    flags += of_images if template == "image_classification" else of_text
     flags += ["--sample_prompt", f"hf_{in_prompt}"] if template == "pretrain" else []
     monkeypatch.setattr(sys, "argv", [template, *map(str, flags)])  # which W&B would store
     run_here(template, *flags)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,18 +14,19 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from shared import demo
-from shared.data import records, store
+from shared.data import records
 from shared.data.loader import Loader, Share
-from shared.data.order import IGNORED, Order, permuted
+from shared.data.notes import Notes
+from shared.data.options import DataConfig
+from shared.data.order import IGNORED, GroupedOrder, Order, permuted, training_order
 from shared.data.records import read_records
-from shared.data.store import Notes
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
-from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded, grouped_order
+from shared.text.packing import Packed, best_fit_decreasing, collate_packed, collate_padded
 from tests.chats import ASKED, CHATML, LEARNED, MARKED, TURNS, Learns, chat_tokenizer, headed, marked
 from tests.conftest import put_a_token_before_texts, write_lines
 
@@ -106,11 +108,8 @@ ENDED = headed(marked("{{ m['content'] + '<|im_end|>\n' }}"))  # the end of a li
 @pytest.mark.parametrize(
     ("template", "loss_on", "unlike", "expected"),
     [
-        (CHATML, "assistant", 0, LEARNED),
+        *((template, "assistant", 0, LEARNED) for template in (CHATML, MARKED, STRICT, ENDED)),
         (CHATML, "completion", 0, LEARNED[1:]),
-        (MARKED, "assistant", 0, LEARNED),
-        (STRICT, "assistant", 0, LEARNED),
-        (ENDED, "assistant", 0, LEARNED),
         (THINKING, "assistant", 0, [LEARNED[0], "<think>\n\n</think>\n\n" + LEARNED[1]]),
         (OPENED, "assistant", 2, LEARNED),
         (ALIKE, "assistant", 0, [LEARNED[0], LEARNED[1] + "\n<|return|>"]),
@@ -118,19 +117,7 @@ ENDED = headed(marked("{{ m['content'] + '<|im_end|>\n' }}"))  # the end of a li
         (MOVING, "assistant", 2, LEARNED),
         (MOVING, "completion", 0, LEARNED[1:]),
     ],
-    ids=[
-        "chatml",
-        "completion",
-        "marked",
-        "strict",
-        "ended",
-        "thinking",
-        "opened",
-        "alike",
-        "returning",
-        "moving",
-        "moving",
-    ],
+    ids=["chatml", "marked", "strict", "ended", "last", "thinking", "opened", "alike", "returning", "moving", "moving"],
 )
 def test_answers_are_found_in_what_a_template_writes(learns, template, loss_on, unlike, expected):
     """`unlike`: how many do not follow what the generation prompt would be."""
@@ -319,7 +306,8 @@ def test_what_all_records_give_the_chat_template_is_its_default_after_training(c
         return chatml.apply_chat_template(TURNS[1:2], tokenize=False, **values).split("<")[0]
 
     path = write_lines(tmp_path / "data.jsonl", rows)
-    prepared(chatml, path, tmp_path, monkeypatch)
+    train, *_ = prepared(chatml, path, tmp_path, monkeypatch)
+    assert chatml.convert_ids_to_tokens(train.end) == "<|im_end|>"
     assert asked() == "False high " and asked(thinks=True, level="low", other="c") == "True low c"
     kept = chatml.chat_template
     prepared(chatml, path, tmp_path, monkeypatch)
@@ -355,11 +343,8 @@ def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monk
     assert "data.jsonl:31" in said
     assert "warning: 2 of the 2 validation texts are in the training data, too, word for word" in said
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
-    for turn, is_empty in (
-        (call, False),
-        (call | {"tool_calls": []}, True),
-        (call | {"tool_calls": [], "weight": 0}, False),
-    ):
+    none = call | {"tool_calls": []}
+    for turn, is_empty in ((call, False), (none, True), (none | {"weight": 0}, False)):
         example = read_example({"messages": [TURNS[1], turn, TURNS[2]]}, "chat messages", "here")
         assert example.has_empty_answer is is_empty
 
@@ -436,20 +421,13 @@ def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, 
     kept = row["labels"] != IGNORED
     assert (row["labels"][:-1][kept[:-1]] == row["input_ids"][1:][kept[:-1]]).all()
     assert row["labels"][kept][-1] == tokenizer.eos_token_id
-    assert train.num_targets(np.arange(len(train))) == sum(
-        int((train[i]["labels"] != IGNORED).sum()) for i in range(len(train))
-    )
-
-
-def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "BATCH", 1000)
-    alone = prepared(chatml, chat_file, tmp_path / "alone", monkeypatch)[:2]
-    together = prepared(chatml, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
-    for one, other in zip(alone, together, strict=True):
-        assert one.fingerprint == other.fingerprint and chatml.convert_ids_to_tokens(one.end) == "<|im_end|>"
-        assert one.stores[0].notes == other.stores[0].notes
-        assert np.array_equal(one.stores[0]["ids"], other.stores[0]["ids"])
-        assert np.array_equal(one.lengths, other.lengths) and np.array_equal(one.targets, other.targets)
+    targets = sum(int((train[i]["labels"] != IGNORED).sum()) for i in range(len(train)))
+    assert train.num_targets(np.arange(len(train))) == targets
+    options = {"validation_file": (str(chat_file),), "max_train_samples": 9}
+    train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch, **options)
+    assert (len(train), len(validation)) == (9, 23)  # a file is whole
+    for index in range(9):
+        assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
 
 
 def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch):
@@ -460,14 +438,6 @@ def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch)
     train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
     assert (len(train), len(validation)) == (28, 2)
     assert train.fingerprint == "2fd8e10299f0d05a"
-
-
-def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
-    options = {"validation_file": (str(chat_file),), "max_train_samples": 9}
-    train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch, **options)
-    assert (len(train), len(validation)) == (9, 23)
-    for index in range(9):
-        assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
 
 
 def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch, capsys):
@@ -645,7 +615,7 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
 
 def test_grouped_batches_pad_less_and_come_in_an_order_that_changes():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
-    order = grouped_order(OfLengths(*lengths), 8, 0)
+    order = training_order(OfLengths(*lengths), SimpleNamespace(size=8, seed=0), DataConfig(), is_padded=True)
     stretch = permuted(1000, (0, 0), 256, 512)  # the second of 32 batches
     longest_first = stretch[np.argsort(-lengths[stretch], kind="stable")].reshape(32, 8)
     expected = longest_first[permuted(32, (0, 0, 1), 0, 32)]

@@ -54,39 +54,15 @@ def read(tokens):
     return tokens._read(0, tokens.num_tokens).tolist()
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
-    monkeypatch.setattr(store, "BATCH", 500)
-    folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
-    held_out = is_validation(np.arange(len(documents)), 5.0)
-    assert 0 < held_out.sum() < 15
-    tokens, ends, num_bytes = stored(folder)
-    lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in documents]
-    assert ends == np.cumsum(lengths).tolist() and len(ends) == len(documents) and tokens.dtype == np.uint16
-    assert num_bytes == sum(len(text.encode()) for text in documents)
-    for windows, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
-        expected = [
-            [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-            for text, keep in zip(documents, chosen, strict=True)
-            if keep
-        ]
-        tokens = read(windows)
-        assert tokens == [token for document in expected for token in document]
-        assert [*windows._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
-        if chosen is held_out:
-            size = sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
-            assert windows.bytes_per_token(tokenizer) == size / len(tokens)
-        for index in range(len(windows)):
-            row = windows[index]
-            assert row["input_ids"].tolist() == tokens[index * 16 : index * 16 + 16]
-            assert row["labels"].tolist() == tokens[index * 16 + 1 : index * 16 + 17]
-        assert len(windows) == (len(tokens) - 1) // 16
-
-
-@pytest.mark.parametrize(("plain", "begun"), [(True, True), (False, False)])
-def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
+@pytest.mark.parametrize(
+    ("piece", "plain", "begun", "processes"), [(2**18, False, False, 2), (40, True, True, 1), (40, False, False, 1)]
+)
+def test_files_hold_the_documents_each_ended(
+    text_file, documents, tokenizer, tmp_path, monkeypatch, piece, plain, begun, processes
+):
+    """Also those that are read in several pieces. A stream has the same windows."""
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
-    monkeypatch.setattr(records, "PIECE", 40)
+    monkeypatch.setattr(records, "PIECE", piece)
     monkeypatch.setattr(store, "BATCH", 150)  # documents reach over what is tokenised at a time
     path = text_file
     if plain:
@@ -94,25 +70,29 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
         path.mkdir()
         for number, text in enumerate(documents):
             (path / f"{number:03d}.txt").write_text(text)
-    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    held_out = is_validation(np.arange(len(documents)), 5.0)
-    whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, preprocessing_num_workers=processes)
+    cut = [[part for part, _ in records.split_text([text])] for text in documents]
+    assert (max(map(len, cut)) > 5) == (piece == 40)
+    encoded = [[tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts] for parts in cut]
+    whole = [[*start, *(token for ids in parts for token in ids), tokenizer.eos_token_id] for parts in encoded]
+    tokens, ends, num_bytes = stored(folder)
+    assert ends == np.cumsum([len(document) for document in whole]).tolist() and tokens.dtype == np.uint16
+    assert num_bytes == sum(len(text.encode()) for text in documents)
+    held_out, stream = is_validation(np.arange(len(documents)), 5.0), make_stream(path, tokenizer)
+    assert 0 < held_out.sum() < 15
     for split, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
-        kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
-        cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
-        assert max(map(len, cut)) > 5
-        encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
-        expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]
-        tokens = np.array(read(split))
-        assert tokens.tolist() == [token for document in expected for token in document]
-        assert len(expected) == chosen.sum()
-        assert [*split._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
+        kept = np.flatnonzero(chosen)
+        tokens = read(split)
+        assert tokens == [token for number in kept for token in whole[number]]
+        assert [*split._ends(0, len(tokens))] == np.cumsum([len(whole[number]) for number in kept])[:-1].tolist()
         if chosen is held_out:
-            assert split.num_bytes == sum(len(text.encode()) for text in kept)
-        windows = list(whole.sequences(validation=chosen is held_out))
-        assert len(windows) == (len(tokens) - 1) // 16
+            size = sum(len(documents[number].encode()) for number in kept)
+            assert (split.num_bytes, split.bytes_per_token(tokenizer)) == (size, size / len(tokens))
+        windows = list(stream.sequences(validation=chosen is held_out))
+        assert len(windows) == len(split) == (len(tokens) - 1) // 16
         for number, window in enumerate(windows):
-            assert window.tolist() == tokens[number * 16 : number * 16 + 17].tolist()
+            assert window.tolist() == (expected := tokens[number * 16 : number * 16 + 17])
+            assert split[number]["input_ids"].tolist() == expected[:-1] and split[number]["labels"].tolist() == expected[1:]
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
@@ -130,11 +110,9 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     path = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     train, validation, stated = corpus.open_splits(*folder, 16, 5)
-    whole, ends, num_bytes = stored(folder)
+    whole, *_ = stored(folder)
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     assert [*read(train), *read(validation)] == whole.tolist() == [token for document in ids for token in document]
-    assert ends == np.cumsum([len(document) for document in ids]).tolist()
-    assert len(ends) == 16 and num_bytes == sum(len(text.encode()) for text in texts)
     assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
 
 
@@ -152,6 +130,8 @@ def test_one_document_is_split_by_its_tail_whose_bytes_are_its_own(tokenizer, tm
     rate = validation.bytes_per_token(tokenizer)
     assert "モデル" in text and rate == pytest.approx(len(text.encode()) / validation.num_tokens)
     assert abs(rate / (num_bytes / len(whole)) - 1) > 0.2
+    with pytest.raises(ConfigError, match=r"whole documents.*raise --validation_split_percentage, or drop --streaming"):
+        make_stream(path, tokenizer).held_out(1)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -165,7 +145,7 @@ def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, su
         write_lines(path, rows)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert corpus.open_splits(*folder, 16, 5)[2].endswith(" documents; not used: label, source")
-    streamed = make_stream(path, tokenizer, 0, 1)
+    streamed = make_stream(path, tokenizer)
     streamed.held_out(1)
     assert records.not_used(streamed.notes.named("unused ")) == "; not used: label, source"
 
@@ -187,7 +167,7 @@ def test_a_slow_tokenizer_is_refused(text_file, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="the tokenizer is a slow one"):
         prepared(text_file, ByT5Tokenizer(), tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="the tokenizer is a slow one"):
-        make_stream(text_file, ByT5Tokenizer(), 0, 1).held_out(1)
+        make_stream(text_file, ByT5Tokenizer()).held_out(1)
 
 
 def test_prepared_again_only_when_something_changed(tokenizer, tmp_path, monkeypatch):
@@ -208,15 +188,12 @@ def test_prepared_again_only_when_something_changed(tokenizer, tmp_path, monkeyp
     assert len({first, *others}) == 4 and not list((tmp_path / "cache/corpus").glob(".*"))
 
 
-def test_a_trained_tokenizer_has_an_end_and_a_padding_of_its_own(documents):
+def test_a_trained_tokenizer_has_its_own_end_and_padding_and_has_seen_as_much_of_one_long_text_as_is_wanted(documents):
     tokenizer = corpus.train_tokenizer(documents, 320)
     assert len(tokenizer) <= 320
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
     text = "a line, with é, 🙂 and\ttabs\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(documents):
     text = " ".join(documents)
     wanted = corpus.train_tokenizer([text[:5000]], 300)
     assert len(wanted) == 300
@@ -225,57 +202,34 @@ def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(do
     assert corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
 
 
-def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monkeypatch):
-    tokenizer.add_tokens([f"<{number}>" for number in range(2**16)])
-    path = tmp_path / "text.txt"
-    path.write_text("<0><65535>" * 20)
-    text, _ = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    row = corpus.Tokens(text, 16, np.array([[0, len(text["tokens"])]]))[0]
-    assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
-
-
-def make_stream(
-    path, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1, hub=False
-):
-    named = {"dataset_name" if hub else "train_file": (str(path),)}
-    source = open_stream(CorpusConfig(**named), corpus.DEMO)
-    options = CorpusConfig(
-        text_column=column,
-        validation_split_percentage=percent,
-        streaming=True,
-        shuffle_window=window,
-        preprocessing_num_workers=processes,
-    )
+def make_stream(path, tokenizer, rank=0, world=1, *, length=16, seed=0, hub=False, **options):
+    source = open_stream(CorpusConfig(**{"dataset_name" if hub else "train_file": (str(path),)}), corpus.DEMO)
+    usual = {"validation_split_percentage": 5, "preprocessing_num_workers": 1, "streaming": True}
+    options = CorpusConfig(**usual | options)
     batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=2, seed=seed)
     return Stream(source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu")))
-
-
-def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
-    (tmp_path / "one.txt").write_text("the model reads a line of text " * 200)
-    with pytest.raises(ConfigError, match=r"whole documents.*raise --validation_split_percentage, or drop --streaming"):
-        make_stream(tmp_path / "one.txt", tokenizer, 0, 1).held_out(1)
 
 
 def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer, monkeypatch):
     def rows(window):
         return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]
 
-    whole = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(0, 40)]
+    whole = [rows(w) for w in make_stream(text_file, tokenizer).windows(0, 40)]
     halves = [make_stream(text_file, tokenizer, rank, 2).windows(0, 40) for rank in (0, 1)]
     for one, first, second in zip(whole, *halves, strict=True):
         assert sorted(one) == sorted(rows(first) + rows(second))
-    later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
+    later = [rows(w) for w in make_stream(text_file, tokenizer).windows(30, 40)]
     assert later == whole[30:]
     monkeypatch.setattr(store, "BATCH", 500)
-    assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
-    kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
+    assert [rows(w) for w in make_stream(text_file, tokenizer, preprocessing_num_workers=2).windows(0, 40)] == whole
+    kept = make_stream(text_file, tokenizer).held_out(5)
     assert len(kept) == 5
     held_out = {tuple(row["input_ids"].tolist()) for row in kept}
     assert not held_out & {row for window in whole for row in window}
 
 
 def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
-    stream = make_stream(text_file, tokenizer, 0, 1)
+    stream = make_stream(text_file, tokenizer)
     each = sum(1 for _ in stream.sequences(validation=False)) // 4  # steps
     windows = list(stream.windows(0, each + 2))
     assert [window.epoch for window in windows] == [0] * each + [1] * 2
@@ -285,23 +239,20 @@ def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
 
 
 def test_a_stream_s_identity_changes_with_its_samples(text_file, tokenizer):
-    kinds = ({}, {"length": 32}, {"column": "body"}, {"percent": 9})
-    assert len({make_stream(text_file, tokenizer, 0, 1, **kind).identity() for kind in kinds}) == 4
+    kinds = ({}, {"length": 32}, {"text_column": "body"}, {"validation_split_percentage": 9})
+    assert len({make_stream(text_file, tokenizer, **kind).identity() for kind in kinds}) == 4
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": null}\n', "text.jsonl:1: 'text' is null"),
-        ('{"body": "x"}\n', "no column 'text'"),
-        ('{"text": ""}\n', "no text"),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, content, message):
+def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    for content, message in {
+        '{"text": null}\n': "text.jsonl:1: 'text' is null",
+        '{"body": "x"}\n': "no column 'text'",
+        '{"text": ""}\n': "no text",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert {path.suffix for path in (tmp_path / "cache/corpus").iterdir()} == {".lock"}
 
 
@@ -316,7 +267,7 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     assert most.num_tokens + sizes[64] == total and most.fingerprint != fewer.fingerprint
     some, every = ({*map(tuple, corpus._hold_out(folder[0], 16, 5, rows)[0])} for rows in (64, None))
     assert some < every
-    stream = make_stream(path, tokenizer, 0, 1)
+    stream = make_stream(path, tokenizer)
     first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
     numbers, ends = np.flatnonzero(is_validation(np.arange(10_000), 5)), folder[0]["ends"]
     tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
@@ -326,9 +277,6 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     trained = np.concatenate([row[:-1] for row in stream.sequences(validation=False)])
     left = np.concatenate([some for n, some in enumerate(each) if n not in numbers[: number + 1]])
     assert trained.tolist() == left[: len(trained)].tolist() and len(left) - len(trained) <= 16
-
-
-# A stream that continues -----------------------------------------------------------------------------------------------
 
 
 def write_documents(folder, form, texts):
@@ -370,7 +318,7 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
     monkeypatch.setattr(sources, "STATES", 16)
     *hub, form = form.split()
     folder = write_documents(tmp_path / "data", form, texts)
-    make = partial(make_stream, folder, tokenizer, 0, 1, window=window, hub=bool(hub))
+    make = partial(make_stream, folder, tokenizer, shuffle_window=window, hub=bool(hub))
     whole = list(make().windows(0, 150))
     assert [w.epoch for w in whole][-1] == 1
     read = []
@@ -385,9 +333,8 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
         assert plain(windows) == plain(whole[step : step + 1])
         said = capsys.readouterr().err
         assert f"on to step {step}, where the run continues\n" in said
-        assert ("has no index, so it is read from its start to record" in said) == (
-            not hub and form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
-        )
+        unindexed = not hub and form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
+        assert ("has no index, so it is read from its start to record" in said) == unindexed
         assert len(read) < (40, 80)[form == "txt"]  # documents
     later = make()
     later.place = whole[99].place
@@ -416,15 +363,13 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
     batches = pq.ParquetFile.iter_batches
 
     def counted(self, **options):
-        for batch in batches(self, **options):
-            read.append(len(batch))
-            yield batch
+        return (read.append(len(batch)) or batch for batch in batches(self, **options))
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
-    (*_, last) = make_stream(path, tokenizer, 0, 1, length=64).windows(0, 250)
+    (*_, last) = make_stream(path, tokenizer, length=64).windows(0, 250)
     assert sum(read) > size / 2
     read.clear()
-    stream = make_stream(path, tokenizer, 0, 1, length=64)
+    stream = make_stream(path, tokenizer, length=64)
     stream.place = last.place
     jumped = plain(stream.windows(250, 251))
     assert 0 < sum(read) < size / 7
@@ -435,11 +380,11 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
 
 def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer):
     """Against a plain reference: the sequences of the source, cut into windows, each permuted."""
-    source = [tokens.tolist() for tokens in make_stream(text_file, tokenizer, 0, 1).sequences(validation=False)]
+    source = [tokens.tolist() for tokens in make_stream(text_file, tokenizer).sequences(validation=False)]
     each = len(source) // 4
 
     def rows(seed, window, rank=0, world=1, start=0):
-        stream = make_stream(text_file, tokenizer, rank, world, window=window, seed=seed)
+        stream = make_stream(text_file, tokenizer, rank, world, shuffle_window=window, seed=seed)
         windows = list(stream.windows(start, 2 * each))
         return [[row for batch in plain([w])[0] for row in batch] for w in windows], windows
 
@@ -466,11 +411,11 @@ def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer)
 
 def test_a_place_of_another_stream_is_not_taken(text_file, tokenizer, tmp_path):
     """Of other data, or of other settings that --allow_changed lets pass: it reads from the start, and is right."""
-    (*_, last) = make_stream(text_file, tokenizer, 0, 1).windows(0, 20)
+    (*_, last) = make_stream(text_file, tokenizer).windows(0, 20)
     other = tmp_path / "text.jsonl"
     other.write_text("".join(reversed(text_file.read_text().splitlines(keepends=True))) + '{"text": "one more"}\n')
-    for path, options in ((other, {}), (text_file, {"window": 5}), (text_file, {"percent": 9})):
-        stream = make_stream(path, tokenizer, 0, 1, **options)
-        expected = plain(make_stream(path, tokenizer, 0, 1, **options).windows(0, 25))[20:]
+    for path, options in ((other, {}), (text_file, {"shuffle_window": 5}), (text_file, {"validation_split_percentage": 9})):
+        stream = make_stream(path, tokenizer, **options)
+        expected = plain(make_stream(path, tokenizer, **options).windows(0, 25))[20:]
         stream.place = last.place
         assert plain(stream.windows(20, 25)) == expected

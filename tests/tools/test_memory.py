@@ -1,6 +1,6 @@
 """The plan beside what an allocator sees, and what a newcomer gets from the command."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -8,29 +8,23 @@ import sys
 from unittest import mock
 
 import pytest
-from transformers import Gemma3Config, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, LlamaConfig
 
 from shared.process.errors import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 from tests.small_models import architectures
 from tools import memory, plan
 
-SCRIPT = ROOT / "tests" / "measure_memory.py"
-
 
 @pytest.fixture(scope="module")
 def measure_memory():
-    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.measure_memory")
 
 
 def measure(folder, config, precision, *arguments, architecture=""):
     """What tests/measure_memory.py sees in a launch with this config."""
-    facts = folder / "facts.json"
-    argv = ["--mixed_precision", precision, *map(str, [SCRIPT, *arguments, facts]), *filter(None, [architecture])]
+    facts, script = folder / "facts.json", ROOT / "tests/measure_memory.py"
+    argv = ["--mixed_precision", precision, *map(str, [script, *arguments, facts]), *filter(None, [architecture])]
     if config:
         launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
         two = ["--num_processes", "2", "--parallelism_config_dp_shard_size", "1"] * ("sequence" in config)
@@ -51,9 +45,7 @@ def measure(folder, config, precision, *arguments, architecture=""):
         slow("fsdp2_sequence_parallel", 2, "no", 0, "full"),
     ],
 )
-def test_predicted_peak_is_within_15_percent_of_the_allocators(
-    measure_memory, tmp_path, config, processes, precision, lora_r, checkpointing
-):
+def test_the_peak_is_within_15_percent(measure_memory, tmp_path, config, processes, precision, lora_r, checkpointing):
     checkpointing, _, packed = checkpointing.partition(", ")
     length = measure_memory.LONG if packed else measure_memory.LENGTH
     shape = (LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, length)
@@ -67,9 +59,8 @@ def test_predicted_peak_is_within_15_percent_of_the_allocators(
     assert peak.total(checkpointing) == pytest.approx(measured["peak"], rel=within)
 
 
-def test_counts_are_those_of_the_real_model(measure_memory):
-    from transformers import AutoModelForCausalLM
-
+def test_counts_are_those_of_the_real_model_and_follow_kinds_of_blocks(measure_memory):
+    """DeepSeek: two dense blocks, then four of experts; fused experts carry adapters and are quantised."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**measure_memory.SHAPE))
     numbers = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8))
     assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
@@ -77,6 +68,11 @@ def test_counts_are_those_of_the_real_model(measure_memory):
     assert numbers.matrices == matrices == measure_memory.SHAPE["num_hidden_layers"] * numbers.block_matrices
     lora = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8, lora_r=4))
     assert 0 < lora.trained < lora.all / 10
+    numbers = memory.count(memory.Job(architectures()["deepseek_v3"], 1, 8, lora_r=4, four_bits=True))
+    assert numbers.kinds == (0, 0, 2, 2, 2, 2) and numbers.last == (1, 5)
+    experts = 4 * 8 * 3 * 64 * 128
+    assert experts < numbers.matrices < numbers.all - numbers.trained
+    assert numbers.trained > 4 * 8 * 4 * (128 + 128 + 64 + 128)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
@@ -99,15 +95,6 @@ def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(tmp_pa
     ((_, _, peak),) = memory.plan(job, 1)
     measured = measure(tmp_path, None, "no", checkpointing, lora_r, length, architecture=name)
     assert peak.total(checkpointing) == pytest.approx(measured["peak"], rel=0.05)
-
-
-def test_counts_follow_kinds_of_blocks():
-    """Two dense blocks, then four of experts; fused experts carry adapters and are quantised."""
-    numbers = memory.count(memory.Job(architectures()["deepseek_v3"], 1, 8, lora_r=4, four_bits=True))
-    assert numbers.kinds == (0, 0, 2, 2, 2, 2) and numbers.last == (1, 5)
-    experts = 4 * 8 * 3 * 64 * 128
-    assert experts < numbers.matrices < numbers.all - numbers.trained
-    assert numbers.trained > 4 * 8 * 4 * (128 + 128 + 64 + 128)
 
 
 @pytest.mark.slow
@@ -186,18 +173,15 @@ def test_some_of_a_gpu_is_left_to_cuda_and_nccl(monkeypatch, capsys, tmp_path):
     assert "50.0!" not in said(58) and "single_gpu.yaml" in said(58)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
-        (("plam",), "error: no command 'plam': there is ask, "),
-    ],
-)
-def test_bad_input_is_one_line(arguments, message):
-    command = [sys.executable, "-m", "shared", *arguments]
+BAD = {"plan --load_in_4bit": "--load_in_4bit needs --lora_r", "plam": "no command 'plam': there is ask, "}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_line(arguments):
+    command = [sys.executable, "-m", "shared", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {BAD[arguments]}") and done.stderr.count("\n") == 1
 
 
 def test_what_cannot_be_measured_is_one_line(monkeypatch, tmp_path):

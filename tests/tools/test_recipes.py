@@ -14,7 +14,7 @@ from shared import demo
 from shared.config import parse as configs
 from shared.models.options import PRESETS
 from tests import vision_models
-from tests.conftest import ROOT, Run, load_template, run, run_here, save_classifier, slow
+from tests.conftest import ROOT, Run, load_template, run, run_here, save_classifier, slow, write_lines
 from tests.model_families import make
 from tools import memory
 from tools.plan import RESERVED, PlanConfig
@@ -107,19 +107,17 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
     pairs = [{"prompt": ask["content"], "chosen": answer["content"], "rejected": "no"} for ask, answer in turns]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
     (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
     problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    images = []
     for number, label in enumerate(["red", "green"] * 6):
         Image.new("RGB", (30 + number, 40), label).save(folder / f"{number}.png")
         parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "Which colour?"}]
-        turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]
-        with (folder / "images.jsonl").open("a") as file:
-            file.write(json.dumps({"messages": turns}) + "\n")
-    files = {name: folder / name for name in ("images.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv")}
-    files |= {"chats.jsonl": chat_file, "corpus/": text_file.parent}
+        images.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]})
+    made = {"images.jsonl": images, "pairs.jsonl": pairs, "problems.jsonl": problems}
+    files = {name: write_lines(folder / name, records) for name, records in made.items()}
+    files |= {"reviews.csv": folder / "reviews.csv", "chats.jsonl": chat_file, "corpus/": text_file.parent}
     return files | dict.fromkeys(("imagenet/", "photos/"), image_folder)
 
 

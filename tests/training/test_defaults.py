@@ -58,20 +58,19 @@ def run_of(template: str, *argv: str) -> Setup:
     """A run of a template before its processes start."""
     own = Setup.__new__(Setup)
     own.config, own._chosen, own._found = configs.parse(load_template(template).Config, argv), [], None
-    own.unit, own.models = "images" if template == "image_classification" else "tokens", {"model": "model"}  # type: ignore[dict-item]
+    own.unit, own.models = "images" if template == "image_classification" else "tokens", {"model": "model"}
     return own
 
 
-def test_only_what_was_left_open_is_chosen():
+def test_only_what_was_left_open_is_chosen_optimizers_by_name():
     own = run_of("lora_finetune", "--num_train_epochs", "2")
     config = own.set_defaults("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
     assert (config.optim.learning_rate, config.batch.global_batch_size) == (1e-3, 4)
     assert (config.batch.max_steps, config.batch.num_train_epochs) == (None, 2.0)  # a budget was given
+    for budget in (("--max_steps", "0"), ("--max_tokens", "1000")):
+        assert run_of("pretrain", *budget).set_defaults("the demo", max_steps=40).batch.max_steps != 40
     assert own.set_defaults("another reason", learning_rate=1e-5, global_batch_size=8) == config
     assert own._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
-
-
-def test_an_optimizer_is_chosen_by_name_unless_one_was_given():
     own = run_of("pretrain")
     assert own.set_defaults("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
     assert own._chosen == ["optim muon, learning_rate 0.001 (random)"]
@@ -88,19 +87,15 @@ def compile_errors():
         yield
 
 
-def compiling_run(
-    monkeypatch, *argv: str, template: str = "pretrain", device: torch.device = GPU, before: bool | None = None
-) -> tuple[Setup, list]:
+def compiling_run(monkeypatch, *argv: str, template="pretrain", device=GPU, before=None) -> tuple[Setup, list]:
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of(template, *argv)
     compiled: list = []
-    other = "compile_blocks" if template == "image_classification" else "compile_images"
-    monkeypatch.setattr(setups, other, None)
-    monkeypatch.setattr(setups, "compile_images" if other == "compile_blocks" else "compile_blocks", compiled.append)
+    of_images = template == "image_classification"
+    monkeypatch.setattr(setups, "compile_images", compiled.append if of_images else None)
+    monkeypatch.setattr(setups, "compile_blocks", None if of_images else compiled.append)
     own._found = None if before is None else (None, {"settings": {"torch_compile": before}})
-    own.accelerator = SimpleNamespace(  # type: ignore[assignment]
-        distributed_type="NO", device=device, unwrap_model=lambda model: model
-    )
+    own.accelerator = SimpleNamespace(distributed_type="NO", device=device, unwrap_model=lambda model: model)
     own.strategy = strategy_of(own.accelerator)
     return own, compiled
 
@@ -170,12 +165,6 @@ def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkey
         own.models = {"model": torch.nn.Linear(2, 2)}
         with pytest.raises(ConfigError, match="no list of equal blocks") if argv else contextlib.nullcontext():
             own._compile(4_000, one_shape=True)
-
-
-@pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
-def test_any_budget_counts_as_given(given):
-    config = run_of("pretrain", *given).set_defaults("the demo", max_steps=40)
-    assert config.batch.max_steps != 40
 
 
 def test_a_rate_that_nobody_chose_does_not_train():

@@ -8,26 +8,11 @@ import sys
 import pytest
 import torch
 import torchao.optim
+import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    ConvNextConfig,
-    ConvNextV2Config,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MobileViTConfig,
-    ResNetConfig,
-    SwinConfig,
-    Swinv2Config,
-    ViTConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from shared.config.options import FullOptimConfig, OptimConfig
 from shared.extras.optimizers.layer_decay import layer_scales
@@ -35,16 +20,18 @@ from shared.extras.optimizers.low_memory import StochasticAdamW, round_stochasti
 from shared.extras.optimizers.muon import Muon, orthogonal
 from shared.process.errors import ConfigError
 from shared.training import optim
+from tests.small_models import of_images, on_meta
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def tiny_llama(*, tied=False):
-    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24, attention_bias=True, tie_word_embeddings=tied))
+    options = {"intermediate_size": 24, "attention_bias": True, "tie_word_embeddings": tied}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
 
 
 def tiny_gpt2():
-    return GPT2LMHeadModel(GPT2Config(**SIZES, n_positions=16, bos_token_id=0, eos_token_id=0))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, n_positions=16, bos_token_id=0, eos_token_id=0))
 
 
 def build(model, optim_name="adamw", **options):
@@ -63,9 +50,6 @@ def groups_by_decay(model, optimizers):
         for group in optimizer.param_groups:
             result.setdefault(group["weight_decay"], set()).update(named(model, group["params"]))
     return result
-
-
-# Decay groups --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tied", "name"), [(False, "adamw"), (True, "adamw"), (False, "adamw_8bit"), (True, "sgd")])
@@ -111,20 +95,14 @@ def test_optimizers_take_their_settings_from_the_config():
                 assert {key: group[key] for key in expected} == expected
 
 
-# Muon ----------------------------------------------------------------------------------------------------------------
-
-
-class WithExperts(nn.Module):
+def with_experts():
     """A matrix, a stack of matrices, an embedding and a vector."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Linear(4, 4)
-        self.experts = nn.Parameter(torch.ones(2, 4, 4))
-        self.embedding = nn.Embedding(5, 4)
+    model = nn.Module()
+    model.matrix, model.experts, model.embedding = nn.Linear(4, 4), nn.Parameter(torch.ones(2, 4, 4)), nn.Embedding(5, 4)
+    return model
 
 
-@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, WithExperts])
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, with_experts])
 def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
     model = make()
     muon, adamw = build(model, "muon")
@@ -154,9 +132,11 @@ def test_muon_is_torchs_but_for_its_rounding(shape):
     assert values.min() > 0.5 and values.max() < 1.3
 
 
-def test_muon_falls_back_to_adamw_when_there_is_no_matrix():
+def test_muon_falls_back_to_adamw_without_a_matrix_and_nothing_trainable_is_refused():
     (optimizer,) = build(nn.LayerNorm(4), "muon")
     assert type(optimizer) is torch.optim.AdamW
+    with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
+        build(nn.Linear(2, 2).requires_grad_(False), "muon")
 
 
 def test_stochastic_rounding_is_exact_in_the_mean_and_repeats():
@@ -208,11 +188,6 @@ def test_a_weight_that_stays_fp32_beside_bf16_ones_gets_plain_adamw():
     assert all(torch.equal(state[key], moments[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
-def test_a_model_with_nothing_trainable_is_refused():
-    with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
-        build(nn.Linear(2, 2).requires_grad_(False), "muon")
-
-
 def test_bf16_weights_have_the_one_optimizer_that_loses_no_update():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     (optimizer,) = build(model)
@@ -242,8 +217,6 @@ def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
     with pytest.raises(ConfigError, match="pip install torchao"):
         build(nn.Linear(2, 2), "adamw_8bit")
 
-
-# Schedules -----------------------------------------------------------------------------------------------------------
 
 SHARES = st.floats(0, 1)
 CONFIGS = st.builds(
@@ -308,23 +281,8 @@ def test_set_learning_rate_keeps_the_factors_of_the_layers():
     assert {g["lr"] for o in optimizers for g in o.param_groups} == {0.5, 0.25, 0.125, 0.0625}
 
 
-# Factors of the layers -----------------------------------------------------------------------------------------------
-
-
 def tiny_vision(name):
-    if name == "timm":
-        pytest.importorskip("timm")
-        from transformers import TimmWrapperConfig
-
-        config = TimmWrapperConfig(architecture="resnet10t", num_labels=3)
-    elif name == "vit":
-        sizes = SIZES | {"num_hidden_layers": 3, "intermediate_size": 24}
-        config = ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes)
-    elif name == "convnext":
-        config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 1], num_labels=3)
-    else:
-        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic", num_labels=3)
-    return AutoModelForImageClassification.from_config(config)
+    return AutoModelForImageClassification.from_config(of_images(name, ("ant", "bee", "cow")))
 
 
 # Beginnings of names, from the lowest factor to the head; a name belongs to the longest that fits.
@@ -336,11 +294,7 @@ DEPTHS = {
         *("convnext.embeddings", f"{STAGE}.0.layers.0", f"{STAGE}.0.layers.1 {STAGE}.1.downsampling_layer"),
         *(f"{STAGE}.1.layers.0 convnext.layernorm", "classifier"),
     ],
-    "resnet": [
-        "resnet.embedder",
-        *(f"resnet.encoder.stages.{n}" for n in ("0.layers.0", "0.layers.1", "1.layers.0")),
-        "classifier",
-    ],
+    "resnet": ["resnet.embedder", *(f"resnet.encoder.stages.{n}.layers.{m}" for n, m in ("00", "01", "10")), "classifier"],
     "timm": ["timm_model.conv1 timm_model.bn1", *(f"timm_model.layer{n}.0" for n in range(1, 5)), "timm_model.fc"],
 }
 
@@ -367,22 +321,22 @@ def test_factors_and_decay_groups_go_together(kind):
     assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
     assert all(group["lr_scale"] == scales[p] for p, group in held)
     assert groups_by_decay(model, optimizers) == groups_by_decay(model, build(model, kind))
-
-
-def on_meta(auto_class, config):
-    with torch.device("meta"):
-        return auto_class.from_config(config)
+    if kind == "muon":  # it leaves the head to AdamW
+        ours, others = (groups_by_decay(model, [optimizer]) for optimizer in optimizers)
+        assert "classifier.weight" in others[0.3]
+        assert ours[0.3] and all(".layers." in key for key in ours[0.3])
 
 
 SWIN = {"embed_dim": 8, "depths": [1, 1], "image_size": 32, "patch_size": 4, "window_size": 4}
+STAGES = {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]}
 SPARED = {
-    "vit": (ViTConfig(num_hidden_layers=1), ["cls_token", "position_embeddings"]),
-    "convnext": (ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1]), ["layer_scale_parameter"]),
-    "swin": (SwinConfig(**SWIN, num_heads=[1, 2]), ["position_bias_table"]),
-    "convnextv2": (ConvNextV2Config(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1]), ["grn.weight", "grn.bias"]),
-    "swinv2": (Swinv2Config(**SWIN, num_heads=[2, 2]), ["logit_scale"]),
-    "mamba": (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4), ["A_log", ".D"]),
-    "gpt_oss": (GptOssConfig(**SIZES, num_local_experts=4), ["proj_bias", "sinks"]),
+    "vit": (transformers.ViTConfig(num_hidden_layers=1), ["cls_token", "position_embeddings"]),
+    "convnext": (transformers.ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1]), ["layer_scale_parameter"]),
+    "swin": (transformers.SwinConfig(**SWIN, num_heads=[1, 2]), ["position_bias_table"]),
+    "convnextv2": (transformers.ConvNextV2Config(**STAGES), ["grn.weight", "grn.bias"]),
+    "swinv2": (transformers.Swinv2Config(**SWIN, num_heads=[2, 2]), ["logit_scale"]),
+    "mamba": (transformers.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4), ["A_log", ".D"]),
+    "gpt_oss": (transformers.GptOssConfig(**SIZES, num_local_experts=4), ["proj_bias", "sinks"]),
 }
 
 
@@ -391,7 +345,7 @@ SPARED = {
 def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
     config, ends = SPARED[name]
     auto_class = AutoModelForCausalLM if name in ("mamba", "gpt_oss") else AutoModelForImageClassification
-    model = on_meta(auto_class, config)
+    model = on_meta(config, auto_class)
     decay = groups_by_decay(model, build(model, kind))
     for end in ends:
         spared = {key for key, _ in model.named_parameters() if key.endswith(end)}
@@ -400,12 +354,8 @@ def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
 
 
 def test_small_heads_and_experts_are_matrices_and_groups_of_one_s_own_have_the_plain_rate():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts, self.score = nn.Parameter(torch.ones(2, 3, 4)), nn.Linear(3, 2)
-
-    model = Two()
+    model = nn.Module()
+    model.experts, model.score = nn.Parameter(torch.ones(2, 3, 4)), nn.Linear(3, 2)
     assert named(model, optim.split_parameters(model)[0]) == {"experts", "score.weight"}
     assert [group["lr_scale"] for optimizer in build(model) for group in optimizer.param_groups] == [1.0, 1.0]
     own = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -420,25 +370,13 @@ def test_a_model_without_blocks_or_with_a_head_of_another_name_decays_what_is_be
     other = nn.Module()
     other.blocks, other.outlet = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 2)
     scales = layer_scales(other, 0.5)
-    found = {name: scales[parameter] for name, parameter in other.named_parameters()}
-    assert found == {
-        f"{module}.{kind}": rate
-        for module, rate in (("blocks.0", 0.25), ("blocks.1", 0.5), ("outlet", 1.0))
-        for kind in ("weight", "bias")
-    }
-
-
-def test_muon_leaves_the_head_of_an_image_model_to_adamw():
-    model = tiny_vision("vit")
-    muon, adamw = build(model, "muon")
-    ours, others = (groups_by_decay(model, [optimizer]) for optimizer in (muon, adamw))
-    assert "classifier.weight" in others[0.3]
-    assert ours[0.3] and all(".layers." in key for key in ours[0.3])
+    rates = {"blocks.0": 0.25, "blocks.1": 0.5, "outlet": 1.0}
+    assert all(scales[p] == rates[name.rpartition(".")[0]] for name, p in other.named_parameters())
 
 
 def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
-    config = MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64)
-    model = on_meta(AutoModelForImageClassification, config)
+    sizes = {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 16, 16], "image_size": 64}
+    model = on_meta(transformers.MobileViTConfig(**sizes), AutoModelForImageClassification)
     scales = layer_scales(model, 0.5)
     assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
     assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}

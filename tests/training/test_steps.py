@@ -22,7 +22,7 @@ from shared.run.state import TrainState
 from shared.training import optim
 from shared.training import step as steps
 from shared.training.step import Step
-from tests.conftest import Run, run_here
+from tests.conftest import learn_here, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
@@ -151,21 +151,13 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     assert not optimizer.state
 
 
-TUNED = ("--max_train_samples", 200, "--seq_length", 256)
-
-
-@pytest.mark.parametrize(
-    ("template", "given"),
-    [
-        ("pretrain", ("--vocab_size", 300, "--seq_length", 16)),
-        ("lora_finetune", (*TUNED, "--packing")),
-        ("image_classification", ()),
-    ],
-)
-def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tmp_path, text_file, tiny_model):
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
+def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path, text_file, tiny_model):
     """From the seeds to the stop signal no value is read, but with a log line. Another process reads data."""
-    files = {"pretrain": ("--train_file", text_file), "lora_finetune": ("--model_name_or_path", tiny_model)}
-    given += files.get(template, ())
+    given = {
+        "pretrain": ("--vocab_size", 300, "--seq_length", 16, "--train_file", text_file),
+        "lora_finetune": ("--max_train_samples", 200, "--seq_length", 256, "--packing", "--model_name_or_path", tiny_model),
+    }.get(template, ())
     inside, found = [False], []
 
     def watched(original):
@@ -200,8 +192,6 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
 def test_a_logged_loss_is_the_mean_of_the_steps_since_the_last(tmp_path, text_file, tiny_model):
     given = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 16, "--global_batch_size", 8)
     given += ("--max_steps", 6, "--eval_steps", 100, "--save_steps", 100)
-    run_here("pretrain", *given, "--logging_steps", 1, "--output_dir", tmp_path / "each")
-    each = list(Run(tmp_path / "each", 0, "").losses.values())
-    run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "once")
-    first, rest = each[0], sum(each[1:]) / 5  # the first step has a line of its own
-    assert Run(tmp_path / "once", 0, "").losses == {1: first, 6: pytest.approx(rest, rel=1e-6)}
+    first, *rest = learn_here("pretrain", tmp_path / "each", *given).losses.values()
+    once = learn_here("pretrain", tmp_path / "once", *given, "--logging_steps", 6)
+    assert once.losses == {1: first, 6: pytest.approx(sum(rest) / 5, rel=1e-6)}  # the first step has a line of its own
