@@ -1,9 +1,11 @@
 """Models of families on two ranks: read in `shards` they are those that are whole, bit for bit; where ranks share the tokens
-of rows (`sequences`) they learn what one rank learns, or are refused. Every rank runs this, and says so of each family.
+of rows (`sequences`) they learn what one rank learns, or are refused. Every rank writes what it saw of each family to
+FOLDER/rankN.json: lines of several processes get mixed.
 
 accelerate launch --config_file ... tests/compare_families.py shards|sequences FOLDER FAMILY...
 """
 
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -81,14 +83,15 @@ if __name__ == "__main__":
     compare, folder, *families = {"shards": shards, "sequences": sequences}[sys.argv[1]], Path(sys.argv[2]), *sys.argv[3:]
     accelerator = launch.start(0)
     strategy = strategy_of(accelerator)
+    seen = {}
     for family in families:
         if accelerator.is_main_process:
             make(family, folder / family)
         dist.barrier()
         try:
-            said = compare(str(folder / family), strategy)
+            seen[family] = compare(str(folder / family), strategy)
         except ConfigError as error:
-            said = f"refused: {error}"
+            seen[family] = f"refused: {error}"
         except Exception:
-            said = traceback.format_exc().strip().splitlines()[-1]
-        print(f"{family} of rank {accelerator.process_index}: {said}", flush=True)
+            seen[family] = traceback.format_exc().strip().splitlines()[-1]
+    (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))

@@ -505,13 +505,15 @@ def with_fault(template: str, folder: Path, fault: str, *args: object, **kwargs)
     return run(template, folder, *args, env={"TEMPLATES_FAULT": fault}, check=False, **kwargs)
 
 
-def compare_families(what: str, config: str, folder: Path, families: Sequence[str]) -> str:
-    """The output of compare_families.py on the two processes of a launch config."""
+def compare_families(what: str, config: str, folder: Path, families: Sequence[str]) -> list[dict[str, str]]:
+    """What each of two ranks saw of each family, by compare_families.py under a launch config."""
     argv = ["--config_file", ROOT / f"accelerate_configs/{config}.yaml", "--mixed_precision", "no"]
     argv += ["--main_process_port", free_port(), ROOT / "tests/compare_families.py", what, folder, *families]
     code, output = LAUNCHER.run([*map(str, argv)], dict(os.environ), timeout=1800)
     assert code == 0, output
-    return output
+    seen = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert all([*of_rank] == [*families] for of_rank in seen)
+    return seen
 
 
 @pytest.fixture

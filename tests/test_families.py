@@ -199,7 +199,7 @@ def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(tmp_path, rows,
 @pytest.mark.parametrize("families", [FIRST_TIER, slow(tuple(FAMILIES))], ids=["some", "all"])
 def test_read_in_shards_each_rank_keeps_half_of_what_one_process_has(tmp_path, families):
     """FSDP2 on two processes. Weights, buffers and ties are the same bit for bit."""
-    output = compare_families("shards", "fsdp2", tmp_path, families)
-    found = re.findall(r"(\w+) of rank \d: equal, (0.\d\d) held", output)
-    assert sorted(name for name, _ in found) == sorted([*families] * 2), output
-    assert all(float(held) < 0.6 for _, held in found)  # all but vectors, and rows of odd numbers
+    for found in compare_families("shards", "fsdp2", tmp_path, families):
+        held = {name: re.fullmatch(r"equal, (0.\d\d) held", said) for name, said in found.items()}
+        # all but vectors, and rows of odd numbers
+        assert not {name: found[name] for name, half in held.items() if not half or float(half[1]) >= 0.6}

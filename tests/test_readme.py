@@ -56,7 +56,7 @@ KINDS = {
 # What a user's values become here; flags that are not shown stay away.
 SMALL = {"--num_processes": 2, "--parallelism_config_sp_size": 2, "--seq_length": 64, "--max_tokens": 1024}
 SMALL |= {"--global_batch_size": 8, "--per_device_train_batch_size": 2, "--vocab_size": 320, "--dataloader_num_workers": 1}
-SMALL |= {"--max_steps": 2, "--max_new_tokens": 8, "--model_preset": "3M"}
+SMALL |= {"--max_steps": 2, "--max_new_tokens": 8, "--model_preset": "3M", "--eval_samples": 4, "--shuffle_window": 9}
 
 
 def kind(part: str) -> str:
