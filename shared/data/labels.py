@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -158,7 +158,7 @@ class LabelledData:
         """[classes] fp32: see `Labels.class_weights`."""
         return self.train.labels.class_weights(self.train.sources, mix_weights)
 
-    def numbered_as(self, classes: tuple[str, ...]) -> LabelledData:
+    def numbered_as(self, classes: tuple[str, ...]) -> Self:
         """The same data with class numbers by the order of `classes`: the same names in another
         order.
         """

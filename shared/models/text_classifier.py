@@ -29,16 +29,25 @@ def text_heads(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def with_adapters(model: Any, r: int, alpha: int) -> nn.Module:
-    """A classifier of texts with LoRA adapters of rank `r`, trained beside its head and pooler."""
+def with_adapters(model: Any, r: int, alpha: int, task: str = "SEQ_CLS") -> nn.Module:
+    """A classifier of texts with LoRA adapters of rank `r`, trained beside its head and pooler.
+
+    Args:
+        task: PEFT's name of it.
+    """
     poolers = [name for name, _ in model.named_modules() if name.endswith("pooler")]
     whole = (*text_heads(model), *poolers)
     adapter = AdapterConfig(lora_r=r, lora_alpha=alpha, modules_to_save=whole)
-    return adapters.add_adapters(model, adapter, "SEQ_CLS")
+    return adapters.add_adapters(model, adapter, task)
 
 
 def load_text_classifier(
-    name: str, classes: tuple[str, ...], problem_type: str, pad_token_id: int, **options: Any
+    name: str,
+    classes: tuple[str, ...],
+    problem_type: str,
+    pad_token_id: int,
+    auto_class: Any = AutoModelForSequenceClassification,
+    **options: Any,
 ) -> tuple[Any, tuple[str, ...]]:
     """A classifier of these classes with the weights of `name`, fp32, and the order in which it
     scores them.
@@ -48,6 +57,7 @@ def load_text_classifier(
     Args:
         classes: their names; of a regression, one.
         problem_type: see PROBLEM_TYPES.
+        auto_class: of texts, or of their tokens.
 
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing. A pooler may be.
@@ -56,7 +66,7 @@ def load_text_classifier(
     config.problem_type = PROBLEM_TYPES[problem_type]
     config.get_text_config().pad_token_id = pad_token_id
     model, classes = load_classifier(
-        AutoModelForSequenceClassification,
+        auto_class,
         name,
         config,
         classes,

@@ -1,0 +1,202 @@
+"""Texts with tags, in the forms that people keep them in."""
+
+import io
+import keyword
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from shared import demo
+from shared.data import records
+from shared.data.records import CONTINUES, Records, Source
+from shared.process.errors import ConfigError
+
+WORDS = ("tokens", "words")
+TAGS = ("tags", "ner_tags", "labels")
+SPANS = ("entities", "spans", "label", "labels")
+FORMS = (
+    "expected tokens and tags, or text and entities [{start, end, label}], or an export of Label "
+    "Studio, or a CoNLL file: docs/data/tags.md"
+)
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A text.
+
+    Args:
+        where: it is.
+        text: as a tokenizer gets it.
+        bounds: of its words, the first character and the one after the last.
+        tags: of its words.
+    """
+
+    where: str
+    text: str
+    bounds: Sequence[tuple[int, int]]
+    tags: Sequence[str]
+
+
+def read(source: Source, options: Any) -> Iterator[Tagged]:
+    """The texts of a source.
+
+    Raises:
+        ConfigError: a record that is none, with its place.
+    """
+    pieces: list[str] = []  # of a file of CoNLL
+    for where, record in source.read():
+        if {*record} <= {"text", CONTINUES}:
+            pieces.append(record["text"])
+            if CONTINUES not in record:
+                yield from _conll(where, "".join(pieces), options)
+                pieces = []
+        elif "annotations" in record:
+            yield from _label_studio(where, record)
+        elif name := _column(record, options.tokens_column, WORDS):
+            tags = _column(record, options.tags_column, TAGS)
+            if tags is None:
+                raise ConfigError(
+                    f"{where}: no column {' or '.join(TAGS)}: name it by --tags_column"
+                )
+            yield _of_words(where, record[name], record[tags], options.tag_names)
+        elif isinstance(record.get("text"), str) and (name := _column(record, None, SPANS)):
+            yield _of_spans(where, record["text"], record[name])
+        else:
+            raise ConfigError(f"{where}: {FORMS} (has: {', '.join(map(str, record))})")
+
+
+def _column(record: dict[str, Any], named: str | None, usual: Sequence[str]) -> str | None:
+    names = (named,) if named else usual
+    return next((name for name in names if isinstance(record.get(name), list)), None)
+
+
+def _of_words(where: str, words: Any, tags: Any, names: Sequence[str]) -> Tagged:
+    if not words or len(words) != len(tags):
+        raise ConfigError(f"{where}: {len(words)} words have {len(tags)} tags")
+    said = []
+    for word, tag in zip(words, tags, strict=True):
+        if not isinstance(word, str) or not word or word.isspace():
+            raise ConfigError(f"{where}: a word is {records.kind(word)}, expected text")
+        if names and isinstance(tag, int):
+            if not 0 <= tag < len(names):
+                raise ConfigError(
+                    f"{where}: the tag {tag} has no name among the {len(names)} of --tag_names"
+                )
+            tag = names[tag]
+        if not isinstance(tag, str | int) or isinstance(tag, bool) or tag == "":
+            raise ConfigError(
+                f"{where}: the tag of {word!r} is {records.kind(tag)}, expected a name or a number"
+            )
+        said.append(str(tag))
+    ends = [-1]
+    for word in words:
+        ends.append(ends[-1] + 1 + len(word))
+    bounds = [(before + 1, end) for before, end in pairwise(ends)]
+    return Tagged(where, " ".join(words), bounds, said)
+
+
+def _of_spans(where: str, text: str, spans: Any) -> Tagged:
+    """Words end where spans do, also inside of what would be one word."""
+    found = []
+    for span in spans:
+        if isinstance(span, dict):
+            kinds = span.get("label") or span.get("labels")
+            span = [
+                span.get("start"),
+                span.get("end"),
+                *(kinds if isinstance(kinds, list) else [kinds]),
+            ]
+        start, end, kind = span if isinstance(span, list) and len(span) == 3 else (None, None, None)
+        if type(start) is not int or type(end) is not int or not isinstance(kind, str) or not kind:
+            raise ConfigError(f"{where}: {span!r} is no entity, expected start, end and label")
+        if not 0 <= start < end <= len(text) or not text[start:end].strip():
+            raise ConfigError(
+                f"{where}: {kind} from {start} to {end} holds no text of the {len(text)} characters"
+            )
+        found.append((start, end, kind))
+    found.sort()
+    for (start, end, kind), (following, _, other) in pairwise(found):
+        if following < end:
+            raise ConfigError(
+                f"{where}: {kind} from {start} and {other} from {following} overlap: "
+                "a word has one tag"
+            )
+    edges = sorted({0, len(text), *(edge for start, end, _ in found for edge in (start, end))})
+    kind_at = {start: kind for start, _, kind in found}
+    bounds, tags = [], []
+    for start, end in pairwise(edges):
+        mark = "B"
+        for word in _WORD.finditer(text, start, end):
+            bounds.append(word.span())
+            tags.append(f"{mark}-{kind_at[start]}" if start in kind_at else "O")
+            mark = "I"
+    if not bounds:
+        raise ConfigError(f"{where}: the text is empty")
+    return Tagged(where, text, bounds, tags)
+
+
+def _label_studio(where: str, record: dict[str, Any]) -> Iterator[Tagged]:
+    """The newest annotation of a task; none of a task that was skipped."""
+    texts = [value for value in record.get("data", {}).values() if isinstance(value, str)]
+    done = [one for one in record["annotations"] if not one.get("was_cancelled")]
+    if len(texts) != 1:
+        raise ConfigError(f"{where}: the task has {len(texts)} texts, expected one")
+    if done:
+        values = (one.get("value", {}) for one in done[-1]["result"])
+        yield _of_spans(where, texts[0], [value for value in values if "labels" in value])
+
+
+def _conll(where: str, text: str, options: Any) -> Iterator[Tagged]:
+    """Sentences of lines with a word first and its tag last, and an empty line between them."""
+    words: list[str] = []
+    tags: list[str] = []
+    first = 1
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        columns = line.strip("\r").split("\t" if "\t" in line else None)
+        if not columns or columns[0] in ("", "-DOCSTART-"):
+            if words:
+                yield _of_words(f"{where}:{first}", words, tags, options.tag_names)
+            words, tags, first = [], [], number + 1
+        elif not 2 <= len(columns) <= 4:
+            raise ConfigError(f"{where}:{number}: {len(columns)} column(s); {FORMS}")
+        else:
+            words.append(columns[0])
+            tags.append(columns[-1])
+
+
+def code_identity() -> list[object]:
+    return [sys.version, demo.python_files()]
+
+
+def code() -> Records:
+    """Yield (where, {"tokens", "tags"}) of functions of the standard library: what is a keyword, a
+    definition's name, a text, a comment or a number.
+    """
+    for where, record in demo.functions_of_packages():
+        words: list[str] = []
+        tags: list[str] = []
+        before = ""
+        lines = io.StringIO(record["text"]).readline
+        try:
+            for token in tokenize.generate_tokens(lines):
+                kind = {
+                    tokenize.STRING: "text",
+                    tokenize.COMMENT: "comment",
+                    tokenize.NUMBER: "number",
+                }.get(token.type, "")
+                if keyword.iskeyword(token.string):
+                    kind = "keyword"
+                elif before in ("def", "class"):
+                    kind = "definition"
+                before = token.string
+                parts = token.string.split()
+                words += parts
+                tags += [f"{'I' if n else 'B'}-{kind}" if kind else "O" for n in range(len(parts))]
+        except (tokenize.TokenError, SyntaxError):  # the function is cut
+            pass
+        yield where, {"tokens": words, "tags": tags}

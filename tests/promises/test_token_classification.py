@@ -1,0 +1,267 @@
+"""token_classification.py, launched for real."""
+
+import csv
+import json
+import math
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from seqeval.metrics import classification_report
+from seqeval.metrics.sequence_labeling import get_entities
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForTokenClassification, AutoTokenizer, BertConfig, pipeline
+
+from tests.conftest import WORDS, learn_here, refusal, run, slow, with_fault, write_lines
+from tests.plain_loop import losses_of
+from tests.same import assert_same_bits, assert_same_learning
+
+learn = partial(learn_here, "token_classification")
+KINDS = ("LINE", "NEXT", "MODEL")
+TAGS = ("O", *(f"{mark}-{kind}" for kind in KINDS for mark in "BI"))  # as the data's own, sorted by kind
+HERE = ("--preprocessing_num_workers", 1)  # no forks of the process that runs the tests
+
+
+def save_bert(folder, dropout=0.0):
+    """A tiny BERT, and a WordPiece tokenizer that cuts words of more than three letters in two."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertForTokenClassification, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    pieces = {word[:3] for word in WORDS} | {f"##{word[3:]}" for word in WORDS if len(word) > 3}
+    vocabulary = {piece: number for number, piece in enumerate([*special, *sorted(pieces)])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    torch.manual_seed(1)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    shape |= {"max_position_embeddings": 96, "initializer_range": 0.2, "vocab_size": len(vocabulary)}
+    shape |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    BertForTokenClassification(BertConfig(**shape, id2label=dict(enumerate(TAGS)))).save_pretrained(folder)
+    return folder
+
+
+def make_records(count, seed, longest=12):
+    """Words whose tags follow from them: one word or two after each that is a kind is of its span."""
+    rng, records = random.Random(seed), []
+    for _ in range(count):
+        words = [rng.choice(WORDS) for _ in range(rng.randint(1, longest))]
+        tags = ["O"] * len(words)
+        for n, word in enumerate(words):
+            if word.upper() in KINDS and tags[n] == "O":
+                tags[n] = f"B-{word.upper()}"
+                for m in range(n + 1, min(len(words), n + 1 + len(word) % 3)):
+                    tags[m] = f"I-{word.upper()}"
+        records.append({"tokens": words, "tags": tags})
+    return records
+
+
+def write(folder, counts=(29, 13), longest=12):
+    """Flags of train.jsonl and val.jsonl, and their records."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [make_records(count, seed, longest) for seed, count in enumerate(counts)]
+    train, val = (write_lines(folder / f"{name}.jsonl", each) for name, each in zip(("train", "val"), made, strict=True))
+    return ("--train_file", train, "--validation_file", val), made
+
+
+@pytest.mark.parametrize("pieces", ["first", "all"])
+def test_equals_a_plain_loop_and_seqeval(tmp_path, pieces):
+    """A loop with one text at a time, split into words as transformers' example has it; nothing of shared/."""
+    flags, (train, val) = write(tmp_path / "data")
+    name = save_bert(tmp_path / "model")
+    steps, rate = 4, 3e-3
+    theirs = learn(
+        *(tmp_path / "run", *flags, "--model_name_or_path", name, "--class_weights", "balanced", "--label_smoothing", 0.1),
+        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
+        *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", len(train), "--seq_length", 64),
+        *("--per_device_train_batch_size", len(train), "--metric_for_best_model", "none", "--label_pieces", pieces),
+        *("--per_device_eval_batch_size", 4, *HERE),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForTokenClassification.from_pretrained(name, dtype=torch.float32)
+    counts = {tag: sum(record["tags"].count(tag) for record in train) for tag in TAGS}
+    weight = torch.tensor([sum(counts.values()) / len(TAGS) / counts[tag] for tag in TAGS])
+
+    def forward(record):
+        encoded = tokenizer(record["tokens"], is_split_into_words=True, return_tensors="pt")
+        labels, firsts, before = [], [], None
+        for place, word in enumerate(encoded.word_ids()):
+            tag = "" if word is None else record["tags"][word]
+            if word is not None and word != before:
+                labels.append(TAGS.index(tag))
+                firsts.append(place)
+            elif word is not None and pieces == "all":
+                labels.append(TAGS.index(tag.replace("B-", "I-")))
+            else:
+                labels.append(-100)
+            before = word
+        return model(**encoded).logits[0], torch.tensor(labels), firsts
+
+    def losses(record):
+        logits, labels, _ = forward(record)
+        each = cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+        return (each * weight[labels.clamp(min=0)])[labels >= 0]
+
+    plain = losses_of(model, lambda: torch.cat([*map(losses, train)]).mean(), steps, rate)
+    assert theirs.each("loss") == pytest.approx([*plain], rel=1e-5)
+    with torch.no_grad():
+        model.eval()
+        found = [forward(record) for record in val]
+    each = torch.cat([cross_entropy(logits, labels, reduction="none")[labels >= 0] for logits, labels, _ in found])
+    assert theirs.last("eval_loss") == pytest.approx(each.mean().item(), rel=1e-4)
+
+    said = [[TAGS[n] for n in logits.argmax(1)[firsts]] for logits, _, firsts in found]
+    real = [record["tags"] for record in val]
+    expected = classification_report(real, said, output_dict=True, zero_division=0)
+    report = theirs.evaluation
+    for ours, average in (("", "micro avg"), ("macro_", "macro avg")):
+        for figure, theirs_name in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
+            assert report[ours + figure] == pytest.approx(expected[average][theirs_name], abs=1e-12)
+    for kind in KINDS:
+        assert report["spans"][kind]["f1"] == pytest.approx(expected[kind]["f1-score"], abs=1e-12)
+        assert report["spans"][kind]["support"] == expected[kind]["support"]
+    flat = [np.concatenate(side) for side in (real, said)]
+    assert report["accuracy"] == pytest.approx((flat[0] == flat[1]).mean()) and report["texts"] == len(val)
+    assert sum(figures["support"] for figures in report["tags"].values()) == len(flat[0])
+    assert all(mistake["label"] != mistake["predicted"] for mistake in report["mistakes"]) and report["mistakes"]
+    assert (theirs.folder / "confusion_matrix.png").exists()
+    with (theirs.folder / "predictions.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert sorted(row["text"] for row in rows) == sorted(" ".join(record["tokens"]) for record in val)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Flags of a tiny run with texts of several windows, whose epochs end in a ragged global batch."""
+    folder = tmp_path_factory.mktemp("base")
+    flags, _ = write(folder / "data", counts=(45, 17), longest=40)
+    return (
+        *(*flags, "--model_name_or_path", save_bert(folder / "model"), "--learning_rate", 3e-3, "--seq_length", 24),
+        *("--global_batch_size", 8, "--per_device_eval_batch_size", 4, "--max_steps", 12, "--eval_steps", 6),
+        *("--save_steps", 4, "--audit_data"),
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory):
+    return learn(tmp_path_factory.mktemp("one"), *base, *HERE, "--per_device_train_batch_size", 8)
+
+
+@pytest.mark.parametrize(
+    ("per_device", "processes", "config"),
+    [(2, 2, "ddp"), (4, 2, "fsdp2"), slow(2, 4, "hsdp"), slow(2, 2, "deepspeed_zero2")],
+)
+def test_processes_learn_what_one_learns(one_process, base, tmp_path, per_device, processes, config):
+    flags = (*base, "--per_device_train_batch_size", per_device)
+    other = run("token_classification", tmp_path, *flags, processes=processes, config=config)
+    kind = {"ddp": "DDP x 2", "fsdp2": "FSDP2 x 2", "hsdp": "HSDP 2 x 2", "deepspeed_zero2": "ZeRO-2 x 2"}[config]
+    assert other.manifest(12)["strategy"] == f"{kind} on cpu, fp32"
+    assert_same_learning(one_process, other, atol=None, keys=("eval_f1", "eval_accuracy"), but="key.bias")
+    assert other.evaluation["texts"] == 17
+    assert {name: one_process.evaluation[name] for name in ("f1", "tags")} == {
+        name: other.evaluation[name] for name in ("f1", "tags")
+    }
+
+
+def test_adapters_are_killed_and_resumed_bit_for_bit_and_serve_as_they_were_measured(base, tmp_path):
+    """With dropout. final/ is the base with the adapters merged in."""
+    model = save_bert(tmp_path / "model", dropout=0.1)
+    flags = (*base, "--per_device_train_batch_size", 4, "--lora_r", 4, "--model_name_or_path", model)
+    whole = run("token_classification", tmp_path / "whole", *flags)
+    killed = with_fault("token_classification", tmp_path / "run", "update:kill@7", *flags)
+    assert killed.returncode != 0 and not (tmp_path / "run/final").exists()
+    again = run("token_classification", tmp_path / "run", *flags)
+    assert_same_bits(whole, again)
+    given = ("--model_name_or_path", again.folder / "final", "--max_steps", 0, "--per_device_train_batch_size", 4)
+    merged = learn(tmp_path / "merged", *base, *HERE, *given)
+    assert merged.last("eval_loss") == pytest.approx(again.last("eval_loss"), rel=1e-5)
+    assert {path.name for path in (again.folder / "adapter").iterdir()} >= {"adapter_model.safetensors"}
+
+
+def test_a_pipeline_finds_the_spans_of_the_run(tmp_path):
+    """It reads each token of a word, so all are learned."""
+    flags, (_, val) = write(tmp_path / "data", counts=(300, 40), longest=9)
+    done = learn(
+        *(tmp_path / "run", *flags, "--model_name_or_path", save_bert(tmp_path / "model"), "--label_pieces", "all", *HERE),
+        *("--learning_rate", 4e-3, "--max_steps", 120, "--eval_steps", 60, "--global_batch_size", 16, "--seq_length", 64),
+    )
+    assert done.evaluation["f1"] > 0.2
+    model = str(done.folder / "final")
+    each = pipeline("token-classification", model=model, ignore_labels=[], device="cpu")
+    simple = pipeline("token-classification", model=model, aggregation_strategy="simple", device="cpu")
+    with (done.folder / "predictions.csv").open(newline="") as file:
+        rows = {row["text"]: row["predicted"] for row in csv.DictReader(file)}
+    same = []
+    for record in val:
+        text = " ".join(record["tokens"])
+        tag_at = {one["start"]: one["entity"] for one in each(text)}
+        starts = np.cumsum([0, *(len(word) + 1 for word in record["tokens"])])[:-1].tolist()
+        found = get_entities([tag_at[start] for start in starts])
+        said = [f"{kind}: {' '.join(record['tokens'][first : last + 1])}" for kind, first, last in found]
+        assert " | ".join(said) == rows[text]  # read at the first token of each word
+        said = [f"{one['entity_group']}: {text[one['start'] : one['end']]}" for one in simple(text)]
+        same.append(" | ".join(said) == rows[text])
+    assert any(rows.values()) and sum(same) > len(same) / 2  # the tokens of a word may disagree
+
+
+@pytest.mark.parametrize("how", ["--freeze_backbone", slow("decoder")])
+def test_a_frozen_backbone_and_a_decoder(base, one_process, tiny_model, tmp_path, how):
+    """Of a decoder's words all tokens are learned, unless a flag says otherwise."""
+    given = (how,) if how != "decoder" else ("--model_name_or_path", tiny_model)
+    done = learn(tmp_path / "run", *base, *HERE, "--per_device_train_batch_size", 8, *given)
+    assert done.last("eval_loss") < done.each("eval_loss")[0]
+    assert ("all tokens" if how == "decoder" else "the first token") + " of each word" in done.summary
+    if how != "decoder":
+        before = AutoModelForTokenClassification.from_pretrained(base[base.index("--model_name_or_path") + 1]).state_dict()
+        after = AutoModelForTokenClassification.from_pretrained(done.folder / "final").state_dict()
+        assert {name for name in after if not torch.equal(before[name], after[name])} == {
+            "classifier.weight",
+            "classifier.bias",
+        }
+
+
+PLAIN = [{"tokens": ["a", "line"], "tags": ["O", "B-X"]}] * 30
+
+
+@pytest.mark.parametrize(
+    ("records", "flags", "message"),
+    [
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], (), ":1: 2 words have 1 tags"),
+        ([{"tokens": ["a", " "], "tags": ["O", "O"]}], (), ":1: a word is a str, expected text"),
+        ([{"tokens": ["a"], "tags": [None]}], (), ":1: the tag of 'a' is null, expected a name or a number"),
+        ([{"tokens": ["a"], "tags": [7]}], ("--tag_names", "O", "X"), ":1: the tag 7 has no name among the 2"),
+        ([{"tokens": ["a"]}], (), ":1: no column tags or ner_tags or labels: name it by --tags_column"),
+        ([{"text": "ab cd", "entities": [[0, 4, "X"], [3, 5, "Y"]]}], (), ":1: X from 0 and Y from 3 overlap"),
+        ([{"text": "ab cd", "entities": [{"start": 2, "end": 3, "label": "X"}]}], (), ":1: X from 2 to 3 holds no text"),
+        ([{"text": "ab cd", "entities": [{"start": 2, "label": "X"}]}], (), "is no entity, expected start, end and label"),
+        ([{"prompt": "a", "completion": "b"}], (), ":1: expected tokens and tags, or text and entities"),
+        (PLAIN[:1] * 2 + [{"tokens": ["\ue000"], "tags": ["O"]}], (), None),
+        (["word B-X\nword"], (), ":2: 1 column(s); expected tokens and tags"),
+        ([{"tokens": ["a"], "tags": ["O"]}] * 30, (), "only one tag to train on, 'O'"),
+        (PLAIN, ("--validation_file", "{other}"), ":1: the tag 'B-Y' is none of the training data (O, B-X, I-X)"),
+        (PLAIN, ("--seq_length", 200), "longer than the model's context of 96"),
+        (PLAIN, ("--freeze_backbone", "--lora_r", 2), "--freeze_backbone and --lora_r say what is trained: drop one"),
+        (PLAIN, ("--metric_for_best_model", "map"), "map: an evaluation of this run measures loss, precision, recall, f1"),
+    ],
+)
+def test_bad_input_is_one_config_error(base, tmp_path, records, flags, message):
+    if message is None:
+        return
+    file = tmp_path / ("data.conll" if isinstance(records[0], str) else "data.jsonl")
+    file.write_text(records[0]) if file.suffix == ".conll" else write_lines(file, records)
+    other = write_lines(tmp_path / "other.jsonl", [{"tokens": ["a"], "tags": ["B-Y"]}])
+    model = ("--model_name_or_path", base[base.index("--model_name_or_path") + 1], "--seq_length", 16)
+    flags = [str(flag).format(other=other) for flag in flags]
+    given = ("--train_file", file, *model, "--output_dir", tmp_path / "run", "--global_batch_size", 4, *flags)
+    assert message in refusal("token_classification", *given)
+
+
+@pytest.mark.slow
+def test_the_demo_learns(tmp_path):
+    done = run("token_classification", tmp_path, "--max_steps", 60)
+    assert done.evaluation["f1"] > 0.2
+    assert not math.isnan(done.last("eval_loss")) and json.loads((done.folder / "data.json").read_text())
