@@ -42,6 +42,7 @@ TEMPLATES = {  # a name may say after a slash what is special
     "dpo": "--max_train_samples 200 --seq_length 128 --global_batch_size 8 --eval_samples 8 --show_answers 0",
     "grpo": "--updates_per_rollout 2 --global_batch_size 8 --group_size 4 --eval_answers 8 --show_answers 0",
     "text_classification": "--seq_length 64 --global_batch_size 8 --lora_r 4",
+    "token_classification": "--seq_length 64 --global_batch_size 8 --lora_r 4",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
     "pretrain/periodic": PRETRAIN + " --sync_every 3",
     "pretrain/asynchronous": PRETRAIN + " --sync_every 4 --sync_delay 2 --sync_fragments 2 --sync_dtype bf16",

@@ -74,6 +74,7 @@ def cases(inputs: Path) -> Iterator[Case]:
         ),
         "pretrain": (*text, "--model_name_or_path", llama),
         "text_classification": (*labelled, "--model_name_or_path", llama, "--class_weights", "balanced"),
+        "token_classification": ("--train_file", f"{inputs}/tagged.jsonl", *labelled[2:], "--model_name_or_path", llama),
         "image_classification": (*images, "--config_name", f"{inputs}/resnet"),
     }
     not_with_zero2 = {  # which it refuses
@@ -127,6 +128,8 @@ def make_inputs(folder: Path) -> None:
         "sums_chats": [{"messages": turns(question, answer)} for question, answer in sums],
         "labelled": [{"text": words(20), "label": f"kind {n % 3}"} for n in range(53)],
     }
+    sentences = [words(60).split() for _ in range(47)]
+    files["tagged"] = [{"tokens": each, "tags": [f"B-{w[0]}" if len(w) > 4 else "O" for w in each]} for each in sentences]
     folder.mkdir(parents=True)
     for name, records in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -21,6 +21,7 @@ from tools import extras as extras_of
 from tools import new
 
 NAMES = tuple(new.templates())
+WITH_ADAPTERS = ("dpo", "grpo", "lora_finetune", "text_classification", "token_classification")
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -50,7 +51,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert not any(module.startswith(("tools/", "shared/commands/ask")) for module in modules)
     users = {
         "images/files": ("image_classification",),
-        "models/adapters": ("dpo", "grpo", "lora_finetune", "text_classification"),
+        "models/adapters": WITH_ADAPTERS,
         "extras/pipeline": ("pretrain_pipeline",),
         "extras/optimizers/muon": ("pretrain", "pretrain_pipeline"),
         "extras/vision/towers": (),
@@ -72,7 +73,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert "onnxscript" not in packages
     assert ("torchvision" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name in ("dpo", "grpo", "lora_finetune", "text_classification"))
+    assert ("peft" in packages) == (name in WITH_ADAPTERS)
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
     configs = [path.stem for path in (folder / "accelerate_configs").iterdir()]
     assert configs and not [name for name in configs if re.search("deepspeed|_parallel", name)]

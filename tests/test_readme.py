@@ -221,7 +221,18 @@ def launched_on(tokens: list[str]) -> list[int]:
     return [1, 2, 4, 8] if number is None or "$" in str(number) else [int(number)]
 
 
-USERS_FILES = ["chats.jsonl", "more.jsonl", "pairs.jsonl", "problems.jsonl", "reviews.csv", "corpus/a.txt", "data/a.txt"]
+USERS_FILES = [
+    "names.jsonl",
+    "train.conll",
+    "valid.conll",
+    "chats.jsonl",
+    "more.jsonl",
+    "pairs.jsonl",
+    "problems.jsonl",
+    "reviews.csv",
+    "corpus/a.txt",
+    "data/a.txt",
+]
 USERS_FILES += [f"{folder}/{split}.jsonl" for folder in ("news", "headlines") for split in ("train", "validation")]
 USERS_FILES += ["photos/cat/1.jpg", "digits/train/3/1.png"]
 
@@ -288,6 +299,7 @@ STANDS_FOR = {
     "more.jsonl": "more.jsonl news/validation.jsonl",
     "pairs.jsonl": "pairs.jsonl",
     "problems.jsonl": "problems.jsonl",
+    "names.jsonl": "names.jsonl train.conll valid.conll",
     "reviews.csv": "reviews.csv headlines/train.jsonl headlines/validation.jsonl",
     "corpus/text.jsonl": "s3://bucket/a.parquet s3://bucket/b.parquet",
     "corpus": "corpus/ /data",
@@ -310,6 +322,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     write_lines(folder / "pairs.jsonl", pairs)
     problems = ({"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40))
     write_lines(folder / "problems.jsonl", problems)
+    write_lines(folder / "names.jsonl", [{"tokens": ["at", "home"], "tags": ["O", "B-LOC"]}] * 40)
     for name in ("tiny_model", "instruct"):
         shutil.copytree(tiny_model, folder / name)
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
@@ -348,7 +361,11 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
-    of_template = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
+    of_template = {
+        "image_classification": {"--image_size": "16"},
+        "text_classification": {"--seq_length": "64"},
+        "token_classification": {"--seq_length": "64"},
+    }
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
     extra |= of_template.get(template, {"--eval_samples": "4"})
     extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}

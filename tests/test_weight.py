@@ -45,6 +45,7 @@ TEMPLATES = {
     "pretrain": 69_800,
     "pretrain_pipeline": 67_600,
     "text_classification": 70_700,
+    "token_classification": 76_500,
 }
 # What few runs need, each imported by the function that asks.
 EXTRAS = {
@@ -62,6 +63,7 @@ EXTRAS = {
     "report": 3_000,
     "sequence": 1_900,
     "streaming": 4_500,
+    "tagging": 6_800,
     "tars": 1_200,
     "tensor": 700,
     "vision": 5_700,

@@ -23,16 +23,23 @@ EXTRAS = {
     "report": "data.json, --preprocess_only, --fail_on",
     "sequence": "accelerate_configs/sequence_parallel.yaml",
     "streaming": "--streaming",
+    "tagging": "token_classification.py",
     "tars": "tar files of images",
     "tensor": "accelerate_configs/tensor_parallel.yaml",
     "vision": "conversations with images",
 }
 ALWAYS = {"proofs", "report"}  # in every project
-CANNOT_DO_WITHOUT = {"pretrain": {"optimizers"}, "pretrain_pipeline": {"optimizers", "pipeline"}}
+CANNOT_DO_WITHOUT = {
+    "pretrain": {"optimizers"},
+    "pretrain_pipeline": {"optimizers", "pipeline"},
+    "token_classification": {"tagging"},
+}
+OF_A_TEMPLATE = {"pipeline", "tagging"}  # of no other one
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {"experts", "replicas", "sequence", "streaming", "tensor", "vision"},
     "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "token_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
     "pretrain": {"tars", "vision"},
     "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
     "dpo": {"replicas", "streaming", "tars", "vision"},
@@ -50,7 +57,13 @@ CONFIGS = {
 
 def useful(names: Iterable[str]) -> set[str]:
     """The extras that these templates can have use of."""
-    return {extra for name in names for extra in EXTRAS.keys() - WITHOUT_USE[name]}
+    return {
+        extra
+        for name in names
+        for extra in EXTRAS.keys()
+        - WITHOUT_USE[name]
+        - OF_A_TEMPLATE.difference(CANNOT_DO_WITHOUT.get(name, set()))
+    }
 
 
 def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:

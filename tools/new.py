@@ -26,6 +26,7 @@ UNFIT = {
     "image_classification": "deepspeed|tensor_parallel|sequence_parallel|offload",
     "pretrain_pipeline": "deepspeed|_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
     "text_classification": "sequence_parallel",
+    "token_classification": "sequence_parallel",
 }
 GITIGNORE = "__pycache__/\n*.pyc\n*.log\ncache/\noutputs/\nruns/\nwandb/\n.venv/\n"
 
@@ -36,6 +37,7 @@ FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "text_classification": "--seq_length 32 --validation_split_percentage 2",
+    "token_classification": "--seq_length 32 --validation_split_percentage 2",
     "dpo": f"--max_train_samples 60 --show_answers 0 --seq_length 128 {_FEW}",
     "grpo": f"--eval_answers 4 --show_answers 0 --group_size 2 {_FEW}",
     "lora_finetune": f"--show_answers 0 --seq_length 128 {_FEW}",

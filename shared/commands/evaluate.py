@@ -16,7 +16,6 @@ import argparse
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +77,11 @@ def settings(run: Path, weights: Path, data: dict[str, str], folder: Path) -> di
     if "problem_type" in given:
         kept |= _classes(weights, given, folder)
     else:
-        kept["train_file"] = next(iter(data.values()))
+        [kept["train_file"], *_] = data.values()
+    if given.get("tag_names") == []:
+        from transformers import AutoConfig
+
+        kept["tag_names"] = [*AutoConfig.from_pretrained(weights).id2label.values()]
     if weights.name == "base":  # a new adapter changes nothing yet
         return kept
     name = (
@@ -122,11 +125,11 @@ def evaluate(
     """
     folder = whole.with_name(f".tmp-{whole.name}")
     # of one that failed: a run that is finished would not start again
-    shutil.rmtree(folder, ignore_errors=True)
+    discard(folder)
     folder.mkdir(parents=True)
     flags = settings(run, weights, data, folder) | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
-    print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
+    print(f"evaluating {weights.name} ...", file=sys.stderr)
     done = subprocess.run(
         [*command, "--config", str(folder / "settings.yaml")],
         stdout=subprocess.DEVNULL,
@@ -134,7 +137,7 @@ def evaluate(
         text=True,
     )
     if done.returncode:
-        shutil.rmtree(folder)
+        discard(folder)
         cause = re.search(r"^error: (.*)", done.stderr, re.M)
         if cause is None:  # probably a traceback
             print(done.stderr[-4000:], file=sys.stderr)
@@ -142,7 +145,7 @@ def evaluate(
     # copies of the weights, since a run ends with them; a curve of one point; both splits are one
     for name in ("final", "adapter", "classes", "curves.png", "data.json"):
         discard(folder / name)
-    shutil.rmtree(whole, ignore_errors=True)
+    discard(whole)
     folder.rename(whole)
     values: dict[str, float] = {}
     for row in read_json_lines(whole / "metrics.jsonl"):
@@ -209,7 +212,7 @@ def main() -> None:
         found[title] = evaluate(folder, folder / name, data, whole, options.command)
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     wide = max(map(len, names)) + 2
-    column = max([16, *(len(title) + 2 for title in found)])
+    column = max(16, *(len(title) + 2 for title in found))
     print(" " * wide + "".join(f"{title:>{column}}" for title in found))
     for name in names:
         row = (f"{values.get(name, math.nan):>{column}.4f}" for values in found.values())

@@ -79,6 +79,7 @@ ALONE = {  # extra: template, launch config of two processes, flags
     "replicas": ("pretrain", "ddp", (*TEXT, "--vocab_size", 300, "--sync_every", 2)),
     "sequence": ("lora_finetune", "sequence_parallel", (*TEXT, "--show_answers", 0)),
     "streaming": ("pretrain", None, (*TEXT, *STREAM)),
+    "tagging": ("token_classification", "ddp", ("--seq_length", 32, "--validation_split_percentage", 2)),
     "tars": ("image_classification", None, ("--train_file", "{tar}", "--image_size", 16, "--dataloader_num_workers", 0)),
     "tensor": ("lora_finetune", "tensor_parallel", (*TEXT, "--show_answers", 0)),
     "vision": ("full_finetune", None, ("--demo_images", "--show_answers", 0)),
@@ -149,6 +150,6 @@ def test_a_project_has_what_an_extra_needs_and_without_it_says_so(extra, tmp_pat
     code, output = train(tmp_path / "with", [extra])
     assert code == 0 and (tmp_path / "with/run/final").is_dir(), output
     assert re.search(rf"^  extras +.*\b{extra}\b", (tmp_path / "with/run/summary.txt").read_text(), re.M)
-    if extra != "pipeline":  # without which its template is not there
+    if extra not in extras_of.OF_A_TEMPLATE:  # without which their templates are not there
         code, output = train(tmp_path / "without", [])
         assert code != 0 and f"error: shared/extras/{extra} is not in this project" in output, output

@@ -118,9 +118,9 @@ def test_equals_a_plain_loop_and_seqeval(tmp_path, pieces):
     real = [record["tags"] for record in val]
     expected = classification_report(real, said, output_dict=True, zero_division=0)
     report = theirs.evaluation
-    for ours, average in (("", "micro avg"), ("macro_", "macro avg")):
-        for figure, theirs_name in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
-            assert report[ours + figure] == pytest.approx(expected[average][theirs_name], abs=1e-12)
+    for figure, theirs_name in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
+        assert report[figure] == pytest.approx(expected["micro avg"][theirs_name], abs=1e-12)
+    assert report["macro_f1"] == pytest.approx(expected["macro avg"]["f1-score"], abs=1e-12)
     for kind in KINDS:
         assert report["spans"][kind]["f1"] == pytest.approx(expected[kind]["f1-score"], abs=1e-12)
         assert report["spans"][kind]["support"] == expected[kind]["support"]
@@ -239,7 +239,7 @@ PLAIN = [{"tokens": ["a", "line"], "tags": ["O", "B-X"]}] * 30
         ([{"text": "ab cd", "entities": [{"start": 2, "end": 3, "label": "X"}]}], (), ":1: X from 2 to 3 holds no text"),
         ([{"text": "ab cd", "entities": [{"start": 2, "label": "X"}]}], (), "is no entity, expected start, end and label"),
         ([{"prompt": "a", "completion": "b"}], (), ":1: expected tokens and tags, or text and entities"),
-        (PLAIN[:1] * 2 + [{"tokens": ["\ue000"], "tags": ["O"]}], (), None),
+        ([{"tokens": ["a"], "tags": []}, *PLAIN, {"tokens": ["b"], "tags": []}], (), ":1: 1 words have 0 tags (1 more: "),
         (["word B-X\nword"], (), ":2: 1 column(s); expected tokens and tags"),
         ([{"tokens": ["a"], "tags": ["O"]}] * 30, (), "only one tag to train on, 'O'"),
         (PLAIN, ("--validation_file", "{other}"), ":1: the tag 'B-Y' is none of the training data (O, B-X, I-X)"),
@@ -249,8 +249,6 @@ PLAIN = [{"tokens": ["a", "line"], "tags": ["O", "B-X"]}] * 30
     ],
 )
 def test_bad_input_is_one_config_error(base, tmp_path, records, flags, message):
-    if message is None:
-        return
     file = tmp_path / ("data.conll" if isinstance(records[0], str) else "data.jsonl")
     file.write_text(records[0]) if file.suffix == ".conll" else write_lines(file, records)
     other = write_lines(tmp_path / "other.jsonl", [{"tokens": ["a"], "tags": ["B-Y"]}])

@@ -54,10 +54,12 @@ def test_a_run_on_the_demo_is_evaluated_on_other_data(tmp_path):
     assert given == files | {"eval_answers": "2", "max_steps": 0, "learning_rate": 0.1}
 
 
-@pytest.mark.parametrize("template", ["lora_finetune", slow("text_classification")])
+@pytest.mark.parametrize("template", ["lora_finetune", *map(slow, ("text_classification", "token_classification"))])
 def test_a_test_file_stands_in_for_a_data_set_that_the_run_read(template, tmp_path):
     """Also if it has fewer samples than a batch, or classes, and the data set is gone."""
     rows = [{"text": f"sample {number} of some", "label": "ab"[number % 2]} for number in range(16)]
+    if template == "token_classification":
+        rows = [{"tokens": ["sample", str(number)], "tags": ["O", f"B-{'ab'[number % 2]}"]} for number in range(16)]
     data = tmp_path / "data" / "train.jsonl"
     data.parent.mkdir()
     write_lines(data, rows)

@@ -116,6 +116,7 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
         parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "Which colour?"}]
         images.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]})
     made = {"images.jsonl": images, "pairs.jsonl": pairs, "problems.jsonl": problems}
+    made["names.jsonl"] = [{"tokens": ["at", "home"], "tags": ["O", "B-LOC"]}] * 40
     files = {name: write_lines(folder / name, records) for name, records in made.items()}
     files |= {"reviews.csv": folder / "reviews.csv", "chats.jsonl": chat_file, "corpus/": text_file.parent}
     return files | dict.fromkeys(("imagenet/", "photos/"), image_folder)
@@ -156,7 +157,7 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
         given["seq_length"] = 256
     if template == "grpo":
         given |= {"max_new_tokens": 8, "group_size": 2, "eval_answers": 4}
-    if template == "text_classification":
+    if template in ("text_classification", "token_classification"):
         del given["eval_samples"]
     if "model_preset" in given:
         given |= {"model_preset": "3M", "vocab_size": 320}

@@ -63,7 +63,7 @@ def bars(title: str, counts: dict[str, int]) -> str:
 def example(data: Any, number: int, tokenizer: Any) -> str:
     """A sample, as HTML: what is learned is marked."""
     sample = data[number]
-    if hasattr(data, "labels"):
+    if hasattr(data, "labels") and not hasattr(data, "tokens"):
         labels, value = data.labels, np.asarray(sample["labels"])
         chosen = np.flatnonzero(value) if value.ndim else [int(value)]
         learned = f"{value}"

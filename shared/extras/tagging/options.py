@@ -14,7 +14,8 @@ class TaggedTextConfig(DataConfig):
 
     tokens_column: str | None = None  # Column of the words; if not given, tokens or words
     tags_column: str | None = None  # Column of their tags; if not given, tags, ner_tags or labels
-    tag_names: tuple[str, ...] = ()  # Names of the tags 0, 1, ..., where the data have numbers
+    # Names of the tags 0, 1, ..., where the data have numbers; or tags that some data may lack
+    tag_names: tuple[str, ...] = ()
     # Tokens of a window, at most; a longer text becomes several windows
     seq_length: Length = 256
     # Share of a window that the next one repeats, as context: each word is learned, and read, in

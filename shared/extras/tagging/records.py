@@ -5,7 +5,7 @@ import keyword
 import re
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -42,11 +42,11 @@ class Tagged:
     tags: Sequence[str]
 
 
-def read(source: Source, options: Any) -> Iterator[Tagged]:
-    """The texts of a source.
+def read(source: Source, options: Any) -> Records:
+    """(place, record) of each text of a source. A sentence of a CoNLL file is tokens and tags.
 
     Raises:
-        ConfigError: a record that is none, with its place.
+        ConfigError: a line of a CoNLL file that is none, with its place.
     """
     pieces: list[str] = []  # of a file of CoNLL
     for where, record in source.read():
@@ -55,19 +55,35 @@ def read(source: Source, options: Any) -> Iterator[Tagged]:
             if CONTINUES not in record:
                 yield from _conll(where, "".join(pieces), options)
                 pieces = []
-        elif "annotations" in record:
-            yield from _label_studio(where, record)
-        elif name := _column(record, options.tokens_column, WORDS):
-            tags = _column(record, options.tags_column, TAGS)
-            if tags is None:
-                raise ConfigError(
-                    f"{where}: no column {' or '.join(TAGS)}: name it by --tags_column"
-                )
-            yield _of_words(where, record[name], record[tags], options.tag_names)
-        elif isinstance(record.get("text"), str) and (name := _column(record, None, SPANS)):
-            yield _of_spans(where, record["text"], record[name])
-        else:
-            raise ConfigError(f"{where}: {FORMS} (has: {', '.join(map(str, record))})")
+        elif "annotations" not in record or _annotation(record):  # else a task was skipped
+            yield where, record
+
+
+def tagged(where: str, record: dict[str, Any], options: Any) -> Tagged:
+    """A record's text.
+
+    Raises:
+        ConfigError: it has none, with its place.
+    """
+    if "annotations" in record:
+        texts = [value for value in record.get("data", {}).values() if isinstance(value, str)]
+        if len(texts) != 1:
+            raise ConfigError(f"{where}: the task has {len(texts)} texts, expected one")
+        values = (one.get("value", {}) for one in _annotation(record)["result"])
+        return _of_spans(where, texts[0], [value for value in values if "labels" in value])
+    if name := _column(record, options.tokens_column, WORDS):
+        if tags := _column(record, options.tags_column, TAGS):
+            return _of_words(where, record[name], record[tags], options.tag_names)
+        raise ConfigError(f"{where}: no column {' or '.join(TAGS)}: name it by --tags_column")
+    if isinstance(record.get("text"), str) and (name := _column(record, None, SPANS)):
+        return _of_spans(where, record["text"], record[name])
+    raise ConfigError(f"{where}: {FORMS} (has: {', '.join(map(str, record))})")
+
+
+def _annotation(record: dict[str, Any]) -> Any:
+    """The newest one of a task of Label Studio, if it was not skipped."""
+    done = [one for one in record["annotations"] if not one.get("was_cancelled")]
+    return done[-1] if done else None
 
 
 def _column(record: dict[str, Any], named: str | None, usual: Sequence[str]) -> str | None:
@@ -140,18 +156,7 @@ def _of_spans(where: str, text: str, spans: Any) -> Tagged:
     return Tagged(where, text, bounds, tags)
 
 
-def _label_studio(where: str, record: dict[str, Any]) -> Iterator[Tagged]:
-    """The newest annotation of a task; none of a task that was skipped."""
-    texts = [value for value in record.get("data", {}).values() if isinstance(value, str)]
-    done = [one for one in record["annotations"] if not one.get("was_cancelled")]
-    if len(texts) != 1:
-        raise ConfigError(f"{where}: the task has {len(texts)} texts, expected one")
-    if done:
-        values = (one.get("value", {}) for one in done[-1]["result"])
-        yield _of_spans(where, texts[0], [value for value in values if "labels" in value])
-
-
-def _conll(where: str, text: str, options: Any) -> Iterator[Tagged]:
+def _conll(where: str, text: str, options: Any) -> Records:
     """Sentences of lines with a word first and its tag last, and an empty line between them."""
     words: list[str] = []
     tags: list[str] = []
@@ -160,7 +165,8 @@ def _conll(where: str, text: str, options: Any) -> Iterator[Tagged]:
         columns = line.strip("\r").split("\t" if "\t" in line else None)
         if not columns or columns[0] in ("", "-DOCSTART-"):
             if words:
-                yield _of_words(f"{where}:{first}", words, tags, options.tag_names)
+                names = options.tokens_column or WORDS[0], options.tags_column or TAGS[0]
+                yield f"{where}:{first}", dict(zip(names, (words, tags), strict=True))
             words, tags, first = [], [], number + 1
         elif not 2 <= len(columns) <= 4:
             raise ConfigError(f"{where}:{number}: {len(columns)} column(s); {FORMS}")

@@ -134,7 +134,7 @@ def tagging_of(rows: np.ndarray, samples: TaggedTexts) -> Tagging:
     Args:
         rows: [windows, 1 + 2 * width], see `of_batch`.
     """
-    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+    from sklearn.metrics import precision_recall_fscore_support
 
     classes = samples.labels.classes
     marked = marks_spans(classes)
@@ -162,22 +162,23 @@ def tagging_of(rows: np.ndarray, samples: TaggedTexts) -> Tagging:
         for span in text.spans | text.found
     ]
     of_spans = np.array(pairs, np.int64).reshape(-1, 2).T
-    among = {"labels": range(len(kinds)), "zero_division": 0.0}
+    by_kind = figures_by_class(of_spans[0], of_spans[1], len(kinds)) if kinds else {}
+    values = (0.0, 0.0, 0.0)
+    if kinds:
+        values = precision_recall_fscore_support(
+            *of_spans, labels=range(len(kinds)), average="micro", zero_division=0.0
+        )[:3]
     summary = {"eval_loss": losses.sum() / samples.num_targets(np.arange(len(samples)))}
-    names = ("precision", "recall", "f1")
-    for average, prefix in (("micro", ""), ("macro", "macro_")):
-        values = (0.0, 0.0, 0.0)
-        if kinds:
-            values = precision_recall_fscore_support(*of_spans, average=average, **among)[:3]
-        summary |= {f"eval_{prefix}{k}": v for k, v in zip(names, values, strict=True)}
+    names = ("eval_precision", "eval_recall", "eval_f1")
+    summary |= zip(names, values, strict=True)
+    summary["eval_macro_f1"] = by_kind["f1"].mean() if kinds else 0.0
     labels, said = (
         np.concatenate([getattr(text, name) for text in texts]) for name in ("labels", "predicted")
     )
     by_tag = figures_by_class(labels, said, len(classes))
-    summary["eval_accuracy"] = accuracy_score(labels, said)
+    summary["eval_accuracy"] = (labels == said).mean()
     summary["eval_tag_macro_f1"] = by_tag["f1"][by_tag["support"] > 0].mean()
     summary = {name: float(value) for name, value in summary.items()}
-    by_kind = figures_by_class(of_spans[0], of_spans[1], len(kinds)) if kinds else {}
     figures = {
         title: {name: {k: float(v) for k, v in row_of(of, n).items()} for n, name in enumerate(all)}
         for title, of, all in (("spans", by_kind, kinds), ("tags", by_tag, classes))

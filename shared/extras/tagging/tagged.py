@@ -14,7 +14,7 @@ from shared.data import prepared
 from shared.data.labels import LabelledData, Labels
 from shared.data.notes import Notes, text_hash
 from shared.data.order import IGNORED, Batch, Row, permute
-from shared.data.records import Source
+from shared.data.records import Records, Source
 from shared.data.store import Encoded, Split, Store, prepare_sources
 from shared.extras.tagging import records
 from shared.extras.tagging.options import TaggedTextConfig
@@ -23,6 +23,8 @@ from shared.extras.tagging.spans import OUTSIDE, as_iob2, classes_of, inside_of,
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
 from shared.text.special import Special
+
+Item = tuple[str, dict[str, Any]]  # the place and the record of a text
 
 
 def windows(words: np.ndarray, room: int, overlap: int) -> Iterator[tuple[int, int, int, int]]:
@@ -84,18 +86,19 @@ class EncodeTagged:
             "columns": [options.tokens_column, options.tags_column, *options.tag_names],
         }
 
-    def items(self, source: Source, notes: Notes) -> Iterator[Tagged]:
+    def items(self, source: Source, notes: Notes) -> Records:
         return records.read(source, self.options)
 
-    def size(self, item: Tagged) -> int:
-        return len(item.text)
+    def size(self, item: Item) -> int:
+        return len(str(item[1]))
 
-    def where(self, item: Tagged) -> str:
-        return item.where
+    def where(self, item: Item) -> str:
+        return item[0]
 
-    def __call__(self, items: list[Tagged], notes: Notes) -> Encoded:
+    def __call__(self, items: list[Item], notes: Notes) -> Encoded:
+        read = [records.tagged(*item, self.options) for item in items]
         encoded = self.tokenizer(
-            [item.text for item in items],
+            [item.text for item in read],
             add_special_tokens=False,
             split_special_tokens=True,
             return_offsets_mapping=True,
@@ -105,7 +108,7 @@ class EncodeTagged:
         words: list[np.ndarray] = []
         table: list[list[int]] = []
         lines: dict[str, list[Any]] = {"place": [], "words": [], "tags": []}
-        each = zip(items, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        each = zip(read, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         for item, tokens, offsets in each:
             of_word = words_of(item, offsets)
             near = np.maximum.accumulate(of_word)  # white space goes with the word before it
@@ -281,7 +284,7 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     tags = {store.folder: store.lines("tags") for store in (*trained.values(), *given.values())}
     each = zip(trained.values(), train_numbers, strict=True)
     known = {tag for store, chosen in each for n in chosen for tag in tags[store.folder][n]}
-    classes = classes_of(known)
+    classes = classes_of({*known, *options.tag_names})
     source = ", ".join(store.source for store in trained.values())
     if len(classes) < 2:
         raise ConfigError(f"{source}: only one tag to train on, {classes[0]!r}")
