@@ -2,7 +2,7 @@ r"""Label the words of texts: names, parts of speech, personal data; all weights
 
     accelerate launch templates/token_classification.py  # offline demo, any machine
     accelerate launch templates/token_classification.py --model_name_or_path ORG/BERT \
-        --train_file news.jsonl
+        --train_file names.jsonl
     accelerate launch templates/token_classification.py --model_name_or_path ORG/BERT \
         --train_file train.conll --validation_file valid.conll --class_weights balanced
     accelerate launch --config_file accelerate_configs/ddp.yaml templates/token_classification.py \

@@ -59,7 +59,7 @@ def planned(path):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """What stands for the user's data while a config is checked."""
-    names = "chats.jsonl pairs.jsonl problems.jsonl reviews.csv corpus/a.txt imagenet/a/1.jpg photos/a/1.jpg"
+    names = "chats.jsonl names.jsonl pairs.jsonl problems.jsonl reviews.csv corpus/a.txt imagenet/a/1.jpg photos/a/1.jpg"
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
