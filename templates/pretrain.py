@@ -1,4 +1,4 @@
-r"""Pretrain a causal language model, from scratch or continued.
+r"""Pretrain a language model, causal or masked, from scratch or continued.
 
     accelerate launch templates/pretrain.py  # offline demo: Python's own source
     accelerate launch templates/pretrain.py --train_file corpus/ --model_preset 125M \
@@ -7,10 +7,13 @@ r"""Pretrain a causal language model, from scratch or continued.
         --dataset_name ORG/NAME
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/pretrain.py \
         --model_name_or_path ORG/NAME
+    accelerate launch templates/pretrain.py --objective mlm --train_file corpus/ \
+        --model_name_or_path ORG/BERT
     docker run --gpus all IMAGE accelerate launch templates/pretrain.py
 
 Next-token prediction on sequences cut from the concatenated documents (Radford et al. 2019), with a
-Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named.
+Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named; or prediction of
+masked tokens (Devlin et al., arXiv 1810.04805), with a ModernBERT.
 """
 
 import math
@@ -32,7 +35,7 @@ from shared.config.options import (
     FullSpeedConfig,
     LogConfig,
 )
-from shared.config.types import Count, Free
+from shared.config.types import Count, Free, PositiveShare, Share
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
@@ -43,8 +46,14 @@ DEMO = {"max_steps": 80}  # about two minutes on two CPU cores
 
 @dataclass(frozen=True)
 class Config:
-    """Pretrain a causal language model."""
+    """Pretrain a language model."""
 
+    # clm: predict the next token; mlm: find masked tokens, with an encoder
+    objective: Literal["clm", "mlm"] = "clm"
+    mlm_probability: PositiveShare = 0.3  # With mlm: share of the tokens that are to be found
+    # With mlm: share of these that are not masked, half of them other tokens; BERT: 0.15 and 0.2
+    mlm_unmasked: Share = 0.0
+    whole_words: bool = False  # With mlm: mask all tokens of a word, where its tokens tell
     seq_length: Count = 256  # Tokens of a sequence
     max_tokens: Count | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
@@ -62,6 +71,10 @@ class Config:
 
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
+        if self.objective == "mlm" and (self.data.streaming or self.data.isolate_documents):
+            raise ConfigError(
+                "--objective mlm does not work with --streaming or --isolate_documents: drop one"
+            )
         if self.data.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
@@ -97,13 +110,18 @@ from shared.training import optim
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
     """The model to train, with fp32 weights; mixed precision casts where it computes."""
     attention = config.speed.attn_implementation
-    model = build_causal_lm(
-        config.model,
-        tokenizer,
-        seq_length=config.seq_length,
-        attn_implementation=attention,
-        tie_word_embeddings=True,
-    )
+    if config.objective == "mlm":
+        from shared.extras.masked.masking import build_masked_lm
+
+        model = build_masked_lm(config.model, tokenizer, config.seq_length, attention)
+    else:
+        model = build_causal_lm(
+            config.model,
+            tokenizer,
+            seq_length=config.seq_length,
+            attn_implementation=attention,
+            tie_word_embeddings=True,
+        )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     return model.train()  # from_pretrained leaves dropout off
 
@@ -127,6 +145,9 @@ def evaluate(run: Run, model: nn.Module, data: CorpusData) -> None:
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, TokenLoss(model))
         values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        if run.config.objective == "mlm":  # of masked tokens
+            run.log_evaluation(values)
+            return
         if data.bytes_per_token:
             values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
         run.log_evaluation(values)
@@ -169,6 +190,10 @@ def main(config: Config) -> None:
         strategy = partial(Replicas, options=config.sync)
     setup = Setup(config, "pretrain", demo=DEMO, strategy=strategy)
     data = open_data(setup)
+    if config.objective == "mlm":
+        from shared.extras.masked.masking import mask
+
+        mask(data, config.mlm_probability, config.mlm_unmasked, config.whole_words)
     model = build_model(config, data.tokenizer)
     setup.flops = flops_per_token(model, config.seq_length)
     choose_optimizer(setup, model)

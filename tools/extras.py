@@ -12,6 +12,7 @@ EXTRAS = {
     "comparisons": "python -m shared fork, compare, repeat, reproduce",
     "deepspeed": "accelerate_configs/deepspeed_*.yaml",
     "experts": "a model of experts",
+    "masked": "--objective mlm",
     "mixture": "--mix_weights",
     "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
     "--layer_decay, --weights_dtype bf16",
@@ -37,15 +38,31 @@ CANNOT_DO_WITHOUT = {
 OF_A_TEMPLATE = {"pipeline", "tagging"}  # of no other one
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
-    "image_classification": {"experts", "replicas", "sequence", "streaming", "tensor", "vision"},
-    "text_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
-    "token_classification": {"replicas", "sequence", "streaming", "tars", "vision"},
+    "image_classification": {
+        "masked",
+        "experts",
+        "replicas",
+        "sequence",
+        "streaming",
+        "tensor",
+        "vision",
+    },
+    "text_classification": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
+    "token_classification": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
     "pretrain": {"tars", "vision"},
-    "pretrain_pipeline": {"deepspeed", "replicas", "sequence", "streaming", "tars", "vision"},
-    "dpo": {"replicas", "streaming", "tars", "vision"},
-    "grpo": {"replicas", "sequence", "streaming", "tars", "vision"},
-    "lora_finetune": {"replicas", "tars"},
-    "full_finetune": {"replicas", "tars"},
+    "pretrain_pipeline": {
+        "masked",
+        "deepspeed",
+        "replicas",
+        "sequence",
+        "streaming",
+        "tars",
+        "vision",
+    },
+    "dpo": {"masked", "replicas", "streaming", "tars", "vision"},
+    "grpo": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
+    "lora_finetune": {"masked", "replicas", "tars"},
+    "full_finetune": {"masked", "replicas", "tars"},
 }
 # Launch configs that come with an extra.
 CONFIGS = {

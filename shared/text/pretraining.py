@@ -46,6 +46,8 @@ def open_data(setup: Any, *, as_in_training: bool = False) -> CorpusData:
     rows_at_once = batch.micro_batch()[0]
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = load_tokenizer(name) if name else None
+    if tokenizer and tokenizer.eos_token is None:  # as of BERT
+        tokenizer.bos_token, tokenizer.eos_token = tokenizer.cls_token, tokenizer.sep_token
     collate = collate_packed if options.isolate_documents else default_collate
     held_out: Samples
     train: Any
