@@ -91,6 +91,7 @@ def cases(inputs: Path) -> Iterator[Case]:
     replicas = ("--sync_every", "2", "--model_name_or_path", llama)
     streamed = (*text[:4], "--streaming", "--eval_samples", "5", "--model_name_or_path", llama)
     mixed = ("--model_name_or_path", llama, "--train_file", chats, f"{inputs}/sums_chats.jsonl", "--mix_weights", "2", "1")
+    masked = ("--objective", "mlm", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2")
     seen = ("--demo_images", "--eval_samples", "9", *answers)
     for launch in ("one", "ddp"):
         yield Case(f"images_in_chats-{launch}", "full_finetune", launch, seen)
@@ -98,6 +99,8 @@ def cases(inputs: Path) -> Iterator[Case]:
         yield Case(f"streaming-{launch}", "pretrain", launch, streamed)
         mixture = (*mixed, "--seq_length", "64", "--eval_samples", "9", *answers)
         yield Case(f"mixture-{launch}", "lora_finetune", launch, mixture)
+    for launch in ("one", "ddp", "fsdp2"):
+        yield Case(f"masked-{launch}", "pretrain", launch, (*text, "--tokenizer_name", llama, *masked))
     for launch in ("ddp", "hsdp"):
         yield Case(f"replicas-{launch}", "pretrain", launch, (*text, *replicas))
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertFo
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
 from shared.extras.masked.masking import MaskedRows, mask
+from shared.text import pretraining
 from tests.conftest import WORDS, learn_here, refusal, run, slow, with_fault, write_lines
 from tests.plain_loop import losses_of
 from tests.promises.test_token_classification import save_bert
@@ -158,9 +159,6 @@ def test_learns_what_a_plain_loop_learns(flags, bert, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert len(batches) == 4 and done.each("eval_perplexity")[0] == pytest.approx(np.exp(done.each("eval_loss")[0]))
 
-    from shared.run.setup import Setup  # noqa: F401
-    from shared.text import pretraining
-
     labels = []
     original = pretraining.open_data
 
@@ -169,7 +167,7 @@ def test_learns_what_a_plain_loop_learns(flags, bert, tmp_path, monkeypatch):
         opened.data = data
         return data
 
-    monkeypatch.setattr(pretraining, "open_data", opened)
+    monkeypatch.setattr(pretraining, "open_data", opened)  # which a template loaded anew imports
     learn_here("pretrain", tmp_path / "again", *rest, *plain)
     for window in opened.data.train.windows(0, 4):
         labels += [batch["labels"] for batch in window.micro_batches]

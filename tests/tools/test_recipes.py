@@ -8,7 +8,7 @@ import shlex
 import pytest
 import yaml
 from PIL import Image
-from transformers import AutoConfig, AutoModel, AutoTokenizer, ModernBertConfig
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, ModernBertConfig
 
 from shared import demo
 from shared.config import parse as configs
@@ -37,7 +37,7 @@ def parts(path):
 def planned(path):
     """GB on each GPU that `plan` predicts; None where it plans no such model."""
     template, config, processes, given = parts(path)
-    if "classification" in template:
+    if "classification" in template or given.get("objective") == "mlm":
         return None
     if "model_preset" in given:
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -136,7 +136,7 @@ def tiny(name, folder, architectures):
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     ids = {"pad_token_id": tokenizer.pad_token_id, "cls_token_id": 1, "sep_token_id": 2}
-    AutoModel.from_config(ModernBertConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder)
+    AutoModelForMaskedLM.from_config(ModernBertConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
