@@ -178,6 +178,18 @@ def test_entities_that_end_inside_of_a_word_cut_it(tiny_model, tmp_path):
     assert said[0] == ("Berlin", "B-LOC") and said[1:] in ([("ers", "O")], [])  # if its tokens end there
 
 
+def test_characters_of_languages_without_spaces_are_words(tiny_model, tmp_path):
+    record = {"text": "李白 was born in 碎葉城。 2x", "entities": [{"start": 0, "end": 2, "label": "PER"}]}
+    data = opened(tmp_path, record, tiny_model)
+    assert data.train.line("words", 0) == [*"李白", "was", "born", "in", *"碎葉城。", "2x"]
+    assert [data.classes[n] for n in data.train.tags(0)][:3] == ["B-PER", "I-PER", "O"]
+
+
+def test_numbers_without_names_are_warned_of(tiny_model, tmp_path, capsys):
+    opened(tmp_path, {"tokens": ["a", "b"], "tags": [0, 1]}, tiny_model)
+    assert "the tags are numbers: --tag_names names them" in capsys.readouterr().err
+
+
 def test_no_words_are_lost_in_silence(tiny_model, tmp_path):
     """A word that has no token of its own is left out, counted and said."""
     record = {"text": "a ((( b", "entities": [{"start": 0, "end": 1, "label": "X"}]}
@@ -195,4 +207,5 @@ def test_class_weights_are_inverse_to_words_also_in_a_mixture(tiny_model, tmp_pa
     weights = dict(zip(data.classes, data.class_weights((1, 1)).tolist(), strict=True))
     # half of the words are of either source: 3/4 O, 1/4 B-X; of three classes
     assert weights["O"] == pytest.approx(4 / 9) and weights["B-X"] == pytest.approx(4 / 3)
+    assert weights["I-X"] == 0  # which no word has, and so no loss may be multiplied by
     assert json.dumps(data.train.sources) == '{"one.jsonl": 10, "two.jsonl": 10}'

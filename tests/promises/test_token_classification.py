@@ -134,6 +134,49 @@ def test_equals_a_plain_loop_and_seqeval(tmp_path, pieces):
     assert sorted(row["text"] for row in rows) == sorted(" ".join(record["tokens"]) for record in val)
 
 
+@pytest.mark.slow
+def test_equals_transformers_trainer(tmp_path):
+    """As its example run_ner.py uses it, at equal settings: losses, and F1 to the last digit."""
+    from datasets import Dataset
+    from transformers import DataCollatorForTokenClassification, Trainer, TrainingArguments
+
+    flags, (train, val) = write(tmp_path / "data")
+    name = save_bert(tmp_path / "model")
+    common = ("--learning_rate", 3e-3, "--weight_decay", 0, "--lr_scheduler_type", "linear", "--warmup_steps", 0)
+    ours = learn(
+        *(tmp_path / "run", *flags, "--model_name_or_path", name, *common, "--max_steps", 60, "--max_grad_norm", 1.0),
+        *("--global_batch_size", len(train), "--per_device_train_batch_size", len(train), "--seq_length", 64, *HERE),
+        *("--metric_for_best_model", "none", "--eval_steps", 60),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForTokenClassification.from_pretrained(name, dtype=torch.float32)
+
+    def encoded(records):
+        texts = tokenizer([record["tokens"] for record in records], is_split_into_words=True)
+        labels = []
+        for number, record in enumerate(records):
+            words = texts.word_ids(number)
+            first = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
+            labels.append([TAGS.index(record["tags"][w]) if f else -100 for w, f in zip(words, first, strict=True)])
+        return Dataset.from_dict(texts.data | {"labels": labels})
+
+    settings = {"per_device_train_batch_size": len(train), "max_steps": 60, "learning_rate": 3e-3, "logging_steps": 1}
+    settings |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path / "trainer"), **settings),
+        train_dataset=encoded(train),
+        data_collator=DataCollatorForTokenClassification(tokenizer),
+    )
+    trainer.train()
+    theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert ours.each("loss") == pytest.approx(theirs, abs=1e-4)  # which it rounds to four digits
+    logits, labels, _ = trainer.predict(encoded(val))
+    said = [[TAGS[n] for n in row[mask]] for row, mask in zip(logits.argmax(-1), labels >= 0, strict=True)]
+    expected = classification_report([record["tags"] for record in val], said, output_dict=True, zero_division=0)
+    assert ours.evaluation["f1"] == pytest.approx(expected["micro avg"]["f1-score"], abs=1e-15) != 0
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Flags of a tiny run with texts of several windows, whose epochs end in a ragged global batch."""

@@ -22,7 +22,9 @@ FORMS = (
     "expected tokens and tags, or text and entities [{start, end, label}], or an export of Label "
     "Studio, or a CoNLL file: docs/data/tags.md"
 )
-_WORD = re.compile(r"\w+|[^\w\s]")
+# Chinese and Japanese put no spaces between words: each character is one
+_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+|[^\w\s]")
 
 
 @dataclass(frozen=True)

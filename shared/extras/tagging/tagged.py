@@ -22,6 +22,7 @@ from shared.extras.tagging.records import Tagged
 from shared.extras.tagging.spans import OUTSIDE, as_iob2, classes_of, inside_of, marks_spans
 from shared.models.tokenizers import identity_of
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 from shared.text.special import Special
 
 Item = tuple[str, dict[str, Any]]  # the place and the record of a text
@@ -243,7 +244,8 @@ class TaggedData(LabelledData):
         firsts = self.train.first_words[self.train.starts]
         words = dict(zip(self.train.sources, np.diff(firsts).tolist(), strict=True))
         with np.errstate(divide="ignore"):  # of an I- that no text has
-            return self.train.labels.class_weights(words, mix_weights)
+            weights = self.train.labels.class_weights(words, mix_weights)
+        return weights.nan_to_num(posinf=0.0)
 
     def count(self, pieces: str | None, model: Any) -> str:
         """Choose which tokens of a word count, and say so: if not given, all of decoders."""
@@ -318,6 +320,8 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     scheme = "tags of single words"
     if marks_spans(classes):
         scheme = max(notes.named("scheme "), key=("IOB2", "IOB1", "BIOES").index)
+    if all(map(str.isdecimal, classes)):
+        note("warning: the tags are numbers: --tag_names names them, and spans are found")
     lost = notes.counts["words"]
     about = (
         f"{source}: {scheme}; {len(train.labels):,} words of {len(train):,} windows to train on, "
