@@ -64,7 +64,7 @@ EXTRAS = {
     "report": 3_000,
     "sequence": 1_900,
     "streaming": 4_500,
-    "tagging": 6_800,
+    "tagging": 6_900,
     "tars": 1_200,
     "tensor": 700,
     "vision": 5_700,

@@ -283,6 +283,7 @@ PLAIN = [{"tokens": ["a", "line"], "tags": ["O", "B-X"]}] * 30
         ([{"text": "ab cd", "entities": [{"start": 2, "label": "X"}]}], (), "is no entity, expected start, end and label"),
         ([{"prompt": "a", "completion": "b"}], (), ":1: expected tokens and tags, or text and entities"),
         ([{"tokens": ["a"], "tags": []}, *PLAIN, {"tokens": ["b"], "tags": []}], (), ":1: 1 words have 0 tags (1 more: "),
+        (PLAIN[:1], (), "no text to validate on"),
         (["word B-X\nword"], (), ":2: 1 column(s); expected tokens and tags"),
         ([{"tokens": ["a"], "tags": ["O"]}] * 30, (), "only one tag to train on, 'O'"),
         (PLAIN, ("--validation_file", "{other}"), ":1: the tag 'B-Y' is none of the training data (O, B-X, I-X)"),

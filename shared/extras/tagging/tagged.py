@@ -288,6 +288,8 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     known = {tag for store, chosen in each for n in chosen for tag in tags[store.folder][n]}
     classes = classes_of({*known, *options.tag_names})
     source = ", ".join(store.source for store in trained.values())
+    if not any(map(len, held_out)):
+        raise ConfigError(f"{source}: no text to validate on")
     if len(classes) < 2:
         raise ConfigError(f"{source}: only one tag to train on, {classes[0]!r}")
     number_of = {name: number for number, name in enumerate(classes)}
