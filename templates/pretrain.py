@@ -145,12 +145,11 @@ def evaluate(run: Run, model: nn.Module, data: CorpusData) -> None:
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, TokenLoss(model))
         values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
-        if run.config.objective == "mlm":  # of masked tokens
-            run.log_evaluation(values)
-            return
         if data.bytes_per_token:
             values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
         run.log_evaluation(values)
+        if run.config.objective == "mlm":  # which writes no text
+            return
         text = run.config.sample_prompt
         prompt = data.tokenizer(text, add_special_tokens=False)["input_ids"] or [
             data.tokenizer.eos_token_id

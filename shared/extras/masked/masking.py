@@ -101,6 +101,7 @@ def mask(data: Any, probability: float, unmasked: float, whole_words: bool) -> N
             loader.samples, data.tokenizer, probability, unmasked, whole_words
         )
     data.train.transform = data.train.samples.again
+    data.bytes_per_token = None  # the loss is of masked tokens
 
 
 def build_masked_lm(config: ModelConfig, tokenizer: Any, seq_length: int, attention: str) -> Any:
