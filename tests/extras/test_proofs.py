@@ -91,6 +91,12 @@ def command_of(tmp_path, flags_of):
     return command
 
 
+@pytest.mark.parametrize("diff", EDITS + RIGHT, ids=lambda path: path.stem)
+def test_an_edit_applies(diff, tmp_path):
+    """To the templates as they are; most are tried by the exhaustive tier alone."""
+    edited(tmp_path / "project", diff.read_text())
+
+
 @pytest.mark.parametrize("diff", cases(WRONG))
 def test_a_wrong_edit_is_seen_with_what_it_comes_from(diff, launcher, command_of, tmp_path):
     (expected,) = re.findall(r"^hint: (\w+)$", diff.read_text(), re.M)
