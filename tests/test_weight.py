@@ -53,7 +53,7 @@ EXTRAS = {
     "comparisons": 6_200,
     "deepspeed": 1_000,
     "experts": 2_500,
-    "masked": 1_200,
+    "masked": 1_300,
     "mixture": 1_100,
     "optimizers": 1_800,
     "pipeline": 1_700,

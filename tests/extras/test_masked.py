@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, pipeline
 
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
@@ -231,6 +231,16 @@ def test_from_scratch(flags, tmp_path, how):
     model, tokenizer = (kind.from_pretrained(done.folder / "final") for kind in (AutoModelForMaskedLM, AutoTokenizer))
     assert type(model).__name__ == ("ModernBertForMaskedLM" if how == "preset" else "BertForMaskedLM")
     assert tokenizer.mask_token == "[MASK]" and model.config.vocab_size == len(tokenizer)
+
+
+def test_an_encoder_without_a_head_gets_a_new_one(flags, bert, tmp_path, capsys):
+    """Such as one that makes embeddings of sentences."""
+    BertModel.from_pretrained(bert).save_pretrained(tmp_path / "backbone")
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "backbone")
+    given = (*(flag if flag != bert else tmp_path / "backbone" for flag in flags), "--per_device_train_batch_size", 8)
+    done = learn_here("pretrain", tmp_path / "run", *given)
+    assert "backbone: a new head" in capsys.readouterr().err
+    assert done.last("eval_loss") < done.each("eval_loss")[0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from shared.models.loading import use_launch_precision
 from shared.models.options import PRESETS, ModelConfig
 from shared.models.tokenizers import vocabulary_size
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 MASK = "[MASK]"
 
@@ -114,7 +115,17 @@ def build_masked_lm(config: ModelConfig, tokenizer: Any, seq_length: int, attent
     options: dict[str, Any] = attention_option(attention) | {"dtype": torch.float32}
     if config.model_name_or_path:
         name = config.model_name_or_path
-        model = from_hub(AutoModelForMaskedLM, name, use_safetensors=True, **options)
+        model, info = from_hub(
+            AutoModelForMaskedLM,
+            name,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+        if lost := sorted(info["missing_keys"]):
+            if any(key.startswith(model.base_model_prefix) for key in lost):
+                raise ConfigError(f"{name}: weights are missing in its files, such as {lost[0]}")
+            note(f"{name}: a new head (on resume the checkpoint has it)")
         if vocabulary_size(tokenizer) > model.config.vocab_size:
             model.resize_token_embeddings(vocabulary_size(tokenizer))
     else:
