@@ -26,6 +26,7 @@ from shared.config import parse as configs
 from shared.process import ranks
 from shared.text import forms, preferences
 from tests.conftest import LAUNCHER, ROOT, SHAPE, free_port, load_template, run_here, save_classifier, write_lines
+from tests.extras.test_masked import save_masked_bert
 from tools.plan import PlanConfig
 
 README = (ROOT / "README.md").read_text()
@@ -292,7 +293,8 @@ def test_an_edit_of_the_step_applies(edit, tmp_path):
 # tests/extras/test_remote.py reads such files from servers of its own.
 STANDS_FOR = {
     "tiny_model": "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct Qwen/Qwen3-VL-8B-Instruct runs/sft/final "
-    "answerdotai/ModernBERT-base google-bert/bert-base-uncased news/smollm2 headlines/minilm",
+    "google-bert/bert-base-uncased news/smollm2 headlines/minilm",
+    "masked": "answerdotai/ModernBERT-base",
     "instruct": "Qwen/Qwen2.5-1.5B-Instruct",
     "convnext": "facebook/convnext-tiny-224",
     "chats.jsonl": "chats.jsonl news/train.jsonl https://example.com/chats.jsonl.gz",
@@ -314,6 +316,8 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     save_classifier(architectures / "convnext", folder / "convnext")
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
+    (folder / "masked").mkdir()
+    save_masked_bert(folder / "masked")
     shutil.copytree(image_folder, folder / "images")
     for name in ("chats.jsonl", "more.jsonl"):
         shutil.copy(chat_file, folder / name)
@@ -369,7 +373,8 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
     extra |= of_template.get(template, {"--eval_samples": "4"})
     extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
-    extra |= {"--config_overrides": SHAPE, "--seq_length": "64"} if template == "pretrain" else {}
+    extra |= {"--seq_length": "64"} if template == "pretrain" else {}
+    extra |= {"--config_overrides": SHAPE} if template == "pretrain" and "--model_name_or_path" not in given else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
 

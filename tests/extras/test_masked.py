@@ -252,6 +252,7 @@ def test_an_encoder_without_a_head_gets_a_new_one(flags, bert, tmp_path, capsys)
         ),
         (("--isolate_documents",), "--objective mlm does not work with --streaming or --isolate_documents: drop one"),
         (("--model_name_or_path", "{llama}"), "LlamaConfig"),
+        (("--config_overrides", "hidden_size=16"), "--config_overrides cannot change a model whose weights are loaded"),
         (("--seq_length", 128), "--seq_length 128 is longer than the model's context of 96"),
     ],
 )

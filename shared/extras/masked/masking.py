@@ -114,6 +114,8 @@ def build_masked_lm(config: ModelConfig, tokenizer: Any, seq_length: int, attent
     """
     options: dict[str, Any] = attention_option(attention) | {"dtype": torch.float32}
     if config.model_name_or_path:
+        if config.config_overrides:
+            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
         name = config.model_name_or_path
         model, info = from_hub(
             AutoModelForMaskedLM,
