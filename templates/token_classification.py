@@ -200,9 +200,11 @@ def save_final(run: Run, model: nn.Module, data: TaggedData, evaluation: Tagging
         tokenizer.model_max_length = config.data.seq_length
         tokenizer.save_pretrained(folder)
         task = "token-classification"
+        # only tokens that were learned can be joined
+        how = "simple" if data.train.every else "first"
         load = (
             "from transformers import pipeline\n\n"
-            f'tag = pipeline("{task}", model="final", aggregation_strategy="simple")'
+            f'tag = pipeline("{task}", model="final", aggregation_strategy="{how}")'
         )
         run.write_card(folder, "Classifier of words", load=load, pipeline_tag=task)
     report(run, evaluation, data.validation, as_table=True)

@@ -248,6 +248,7 @@ def test_a_pipeline_finds_the_spans_of_the_run(tmp_path):
         assert " | ".join(said) == rows[text]  # read at the first token of each word
         said = [f"{one['entity_group']}: {text[one['start'] : one['end']]}" for one in simple(text)]
         same.append(" | ".join(said) == rows[text])
+    assert 'aggregation_strategy="simple"' in (done.folder / "final/README.md").read_text()
     assert any(rows.values()) and sum(same) > len(same) / 2  # the tokens of a word may disagree
 
 
