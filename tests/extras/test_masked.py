@@ -94,8 +94,10 @@ def test_words_are_hidden_whole(tokenizer):
             if names[rows.ids[n, place]].startswith("##") and rows.ids[n, place - 1] != tokenizer.sep_token_id:
                 parted += chosen[place] != chosen[place - 1]
     assert parted <= len(rows)  # the last word of a row's count may be cut
-    spaced = SimpleNamespace(get_vocab=lambda: {"Ġa": 0, "b": 1, "Ġc": 2, "<m>": 3}, all_special_ids=[3], mask_token_id=3)
-    assert MaskedRows([], spaced, 0.3, 0.0, True).goes_on.tolist() == [False, True, False, True]
+    spaced = SimpleNamespace(
+        get_vocab=lambda: {"Ġa": 0, "b": 1, "Ġc": 2, "<m>": 3, "": 4}, all_special_ids=[3], mask_token_id=3
+    )
+    assert MaskedRows([], spaced, 0.3, 0.0, True).goes_on.tolist() == [False, True, False, True, True]
 
 
 def test_masks_are_the_same_on_any_number_of_ranks_and_after_a_resume_and_new_in_each_epoch(tokenizer):

@@ -52,7 +52,9 @@ class MaskedRows:
         self.others = np.array(sorted({*names.values()} - {*tokenizer.all_special_ids}))
         self.goes_on = np.zeros(len(self.is_special), bool)
         if whole_words:
-            begins = tuple(mark for mark in ("Ġ", "▁") if any(name[0] == mark for name in names))
+            begins = tuple(
+                mark for mark in ("Ġ", "▁") if any(name.startswith(mark) for name in names)
+            )
             for name, number in names.items():
                 self.goes_on[number] = not name.startswith(begins) if begins else name[:2] == "##"
 

@@ -20,6 +20,8 @@ from shared.evaluation.kinds import figures_by_class
 from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.extras.tagging.spans import Span, marks_spans, spans_of
 from shared.extras.tagging.tagged import TaggedData, TaggedTexts
+from shared.process.errors import first_line
+from shared.process.printing import print_main
 from shared.run.run import Run
 
 
@@ -88,8 +90,12 @@ class Tagging:
             np.concatenate([getattr(text, name) for text in self.texts])
             for name in ("labels", "predicted")
         )
-        names = [*picture_names(self.classes).values()]
-        draw_confusion_matrix(picture, self.headline, names, labels, predicted)
+        try:
+            names = [*picture_names(self.classes).values()]
+            draw_confusion_matrix(picture, self.headline, names, labels, predicted)
+        except Exception as error:  # a font: no reason to fail so late
+            print_main(f"warning: the evaluation's picture cannot be drawn ({first_line(error)})")
+            return []
         return [picture]
 
 
