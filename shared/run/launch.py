@@ -5,6 +5,7 @@ summary.
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import logging
 import os
 import re
@@ -36,6 +37,14 @@ from shared.process.errors import ConfigError, NotNow
 from shared.process.printing import note
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
+
+
+def optional(module: str) -> Any:
+    """A module of an extra that a project may do without: None if it does."""
+    try:
+        return importlib.import_module(f"shared.extras.{module}")
+    except ModuleNotFoundError:
+        return None
 
 
 def start(

@@ -13,7 +13,6 @@ There are no callbacks. To change the step, edit the template. To change the res
 """
 
 import contextlib
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -319,9 +318,7 @@ class Run:
         """
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
-        proofs: Any = None
-        with contextlib.suppress(ImportError):  # a project may do without
-            proofs = importlib.import_module("shared.extras.proofs._receipt")
+        proofs = launch.optional("proofs._receipt")
         card = model_card(
             title,
             self.about.get("data") or "",

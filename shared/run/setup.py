@@ -8,7 +8,6 @@ setup.keep("seen", {"count": count})                    # your own tensors
 run = setup.start(train, loss, fingerprint="...")       # compiled, tried, resumed
 """
 
-import contextlib
 import importlib
 import math
 import os
@@ -146,8 +145,7 @@ class Setup(Prepared):
             Finished: with --preprocess_only.
             ConfigError: the data have more of something than --fail_on allows.
         """
-        with contextlib.suppress(ModuleNotFoundError):  # a project may do without
-            report = importlib.import_module("shared.extras.report.report")
+        if report := launch.optional("report.report"):
             on_main(partial(report.write, self, train, held_out, tokenizer))
         if self.config.data.preprocess_only:
             raise exits.Finished("the data are prepared")
@@ -178,8 +176,8 @@ class Setup(Prepared):
                 "what is trained (a frozen model needs no prepare: move it to setup.device)"
             )
         path = configs.flatten(self.config).get("model_name_or_path") if name == "model" else None
-        title = path or type(model).__name__
-        self.about.setdefault(name, f"{title}, {describe_parameters(model)}")
+        described = f"{path or type(model).__name__}, {describe_parameters(model)}"
+        self.about.setdefault(name, described)
         options = self.config.optim
         for optimizer in optimizers:
             for group in optimizer.param_groups:
