@@ -71,10 +71,6 @@ class Config:
 
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide
-        if self.objective == "mlm" and (self.data.streaming or self.data.isolate_documents):
-            raise ConfigError(
-                "--objective mlm does not work with --streaming or --isolate_documents: drop one"
-            )
         if self.data.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):

@@ -102,7 +102,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Micro-batches by their keys (index, epoch). Index -1 gives a row that has the shape of the
     first and no targets.
     """
@@ -368,9 +368,9 @@ class Loader:
         batch.pop("targets", None)
         return to_device(batch, self.share.device)
 
-    def _rows(self) -> _Rows:
+    def _rows(self) -> Rows:
         seed = self.order.seed
-        return _Rows(self.samples, self.collate, self.transform, seed, self.share.cut)
+        return Rows(self.samples, self.collate, self.transform, seed, self.share.cut)
 
     def _reader(self, start: int, stop: int) -> DataLoader:
         return _workers(

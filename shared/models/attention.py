@@ -201,7 +201,7 @@ def _mask_of_rows(
         return make_mask(attention_mask=attention_mask.as_subclass(torch.Tensor), **named)
     if rows.position_ids is not None:
         named["mask_function"] = _within_documents(named["mask_function"], rows.position_ids)
-        named["allow_is_causal_skip"] = False
+        named["allow_is_causal_skip"] = named["allow_is_bidirectional_skip"] = False
     return make_mask(attention_mask=None, **named)
 
 

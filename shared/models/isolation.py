@@ -126,9 +126,7 @@ class _Trial:
         other = torch.cat([(tokens[:, :8] + 1) % vocab_size, tokens[:, 8:]], 1)
         self.packed = {"input_ids": tokens, "position_ids": position_ids, "cu_seqlens": bounds}
         self.changed = self.packed | {"input_ids": other}
-        self.plain = {"input_ids": tokens}
-        # The second document comes first, and sees nothing of what follows
-        self.alone = {"input_ids": tokens.roll(8, 1)}
+        self.alone = [{"input_ids": document} for document in tokens.split(8, 1)]
         self.masked: torch.Tensor
         self.heads: set[Heads] = set()
         self.length = length
@@ -164,22 +162,18 @@ class _Trial:
 
     def _is_apart(self) -> bool:
         with _watched(None) as calls:
-            self.masked, changed, plain, alone = self._logits(
-                self.packed, self.changed, self.plain, self.alone
-            )
+            self.masked, changed, *alone = self._logits(self.packed, self.changed, *self.alone)
         self.heads = {heads for heads, _ in calls}
+        pairs = zip(self.masked.split(8, 1), alone, strict=True)
+        errors = [relative_error(*pair) for pair in pairs]
         # What 16 bits do to the first document's logits, they may do to the second one's.
         # Accelerate's logits are fp32
         in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts
         allowed = FP32_ERROR
         if in_16_bits:
-            rounding = relative_error(self.masked[:, :8], plain[:, :8])
-            allowed = max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
-        self.own = alone[:1, :8], allowed
-        return (
-            _see_the_same(self.masked, changed)
-            and relative_error(self.masked[:, 8:], alone[:, :8]) < allowed
-        )
+            allowed = max(MAX_ERROR, min(2 * errors[0], 4 * MAX_ERROR))
+        self.own = alone[1][:1], allowed
+        return _see_the_same(self.masked, changed) and max(errors) < allowed
 
     def _why_not_in_long_rows(self) -> str:
         """Why a document has other logits at the end of a row of so many; "" if it does not."""

@@ -55,13 +55,14 @@ def open_data(setup: Any, *, as_in_training: bool = False) -> CorpusData:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
         from shared.extras.streaming.sources import open_stream
-        from shared.extras.streaming.stream import Rows, Stream
+        from shared.extras.streaming.stream import Stream
 
         source = open_stream(options, corpus.DEMO)
         train = Stream(source, tokenizer, config.seq_length, options, batch, share)
-        held_out = rows = Rows(train.held_out(options.eval_samples))
+        held_out = train.held_out(options.eval_samples)
         about = (
-            f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
+            f"{source.name}, streamed; {len(held_out)} sequences of held-out documents to "
+            "validate on"
         )
         about += records.not_used(train.notes.named("unused "))
         fingerprint = train.identity()

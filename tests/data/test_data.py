@@ -25,7 +25,7 @@ from torch.utils.data._utils import signal_handling
 from shared.data import order as orders
 from shared.data.loader import Loader, Share, _ending, cu_seqlens_of, to_device
 from shared.data.order import IGNORED, EvenSubset, Order, draws_kept, is_validation, micro_batches, permute, seed_all
-from shared.extras.streaming.stream import Rows
+from shared.extras.streaming.stream import InMemory
 from shared.process.errors import CleanExit, ConfigError
 from shared.run.checkpoint_files import CheckpointError
 from tests.conftest import ROOT
@@ -192,7 +192,7 @@ def test_over_all_ranks_a_window_holds_the_global_batch_once(world, per_device):
 
 def test_a_row_that_fills_up_has_no_targets():
     assert torch.nn.CrossEntropyLoss().ignore_index == IGNORED
-    rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
+    rows = InMemory((n, {"input_ids": np.full(3, n), "labels": np.full(3, n)}) for n in range(5))
     order = Order(5, 4, 0, shuffle=False)
     subject = Loader(rows, default_collate, order, Share(0, 1, CPU), per_device=4)
     assert (subject.steps_per_epoch, subject.num_workers) == (2, 0)

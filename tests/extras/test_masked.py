@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, pipeline
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    pipeline,
+)
 
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
-from shared.extras.masked.masking import MaskedRows, mask
+from shared.extras.masked.masking import MaskedRows, Masking, mask
+from shared.models.attention import forward_rows
+from shared.models.isolation import isolate_documents
 from shared.text import pretraining
 from tests.conftest import WORDS, learn_here, refusal, run, slow, with_fault, write_lines
 from tests.plain_loop import losses_of
@@ -66,7 +77,7 @@ def tokenizer(bert):
 
 def test_as_many_tokens_as_asked_are_hidden_none_of_them_special(tokenizer):
     rows = Rows(tokenizer, 400)
-    masked = MaskedRows(rows, tokenizer, 0.3, 0.2, False)
+    masked = MaskedRows(rows, Masking(tokenizer, 0.3, 0.2, False))
     shown = [masked[n] for n in range(len(rows))]
     labels = np.stack([row["labels"] for row in shown])
     read = np.stack([row["input_ids"] for row in shown])
@@ -79,14 +90,14 @@ def test_as_many_tokens_as_asked_are_hidden_none_of_them_special(tokenizer):
     assert not np.isin(read[chosen], [*{*tokenizer.all_special_ids} - {tokenizer.mask_token_id}]).any()
     places = chosen[:, rows.ids[0] != tokenizer.sep_token_id].mean(0)
     assert places.min() > 0.2 and places.max() < 0.5  # each place is as likely
-    again = [MaskedRows(rows, tokenizer, 0.3, 0.2, False)[n] for n in range(len(rows))]
+    again = [MaskedRows(rows, Masking(tokenizer, 0.3, 0.2, False))[n] for n in range(len(rows))]
     assert all((one["input_ids"] == two["input_ids"]).all() for one, two in zip(shown, again, strict=True))
 
 
 def test_words_are_hidden_whole(tokenizer):
     rows = Rows(tokenizer, 50)
     names = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
-    masked = MaskedRows(rows, tokenizer, 0.3, 0.0, True)
+    masked = MaskedRows(rows, Masking(tokenizer, 0.3, 0.0, True))
     parted = 0
     for n in range(len(rows)):
         chosen = masked[n]["labels"] != IGNORED
@@ -97,7 +108,7 @@ def test_words_are_hidden_whole(tokenizer):
     spaced = SimpleNamespace(
         get_vocab=lambda: {"Ġa": 0, "b": 1, "Ġc": 2, "<m>": 3, "": 4}, all_special_ids=[3], mask_token_id=3
     )
-    assert MaskedRows([], spaced, 0.3, 0.0, True).goes_on.tolist() == [False, True, False, True, True]
+    assert Masking(spaced, 0.3, 0.0, True).goes_on.tolist() == [False, True, False, True, True]
 
 
 def test_masks_are_the_same_on_any_number_of_ranks_and_after_a_resume_and_new_in_each_epoch(tokenizer):
@@ -207,6 +218,39 @@ def test_a_modernbert_is_sharded_and_learns_the_same(flags, tmp_path, processes,
     assert refused.returncode != 0 and "BertForMaskedLM ties more than its embeddings" in refused.output
 
 
+def modernbert():
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 48}
+    shape |= {"vocab_size": 300, "local_attention": 8, "pad_token_id": 0, "initializer_range": 0.2}
+    return ModernBertForMaskedLM(ModernBertConfig(**shape))
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_documents_of_a_row_see_as_little_of_each_other_as_alone(bert, family):
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_pretrained(bert) if family == "bert" else modernbert()
+    model.eval()
+    assert isolate_documents(model, torch.device("cpu"), 2)[0]
+    ids = torch.randint(5, model.config.vocab_size, (2, 24))
+    places = torch.tensor([[*range(10), *range(14)], [*range(24)]])
+    with torch.no_grad():
+        logits = forward_rows(model, {"input_ids": ids, "position_ids": places}).logits
+        for row, begin, end in ((0, 0, 10), (0, 10, 24), (1, 0, 24)):
+            alone = model(ids[row : row + 1, begin:end]).logits[0]
+            torch.testing.assert_close(logits[row, begin:end], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stream_has_the_same_masks_on_any_launch_and_killed_it_goes_on_bit_for_bit(flags, tmp_path):
+    given = (*flags, "--streaming", "--eval_samples", 4, "--validation_split_percentage", 20, "--audit_data")
+    one = learn_here("pretrain", tmp_path / "one", *given, "--per_device_train_batch_size", 8)
+    more = ("--per_device_train_batch_size", 2)
+    whole = run("pretrain", tmp_path / "whole", *given, *more, processes=2, config="ddp")
+    assert_same_learning(one, whole, atol=None, keys=("eval_loss",), but="key.bias")
+    assert one.last("eval_loss") < one.each("eval_loss")[0]
+    killed = with_fault("pretrain", tmp_path / "run", "update:kill@7", *given, *more, processes=2, config="ddp")
+    assert killed.returncode != 0
+    assert_same_bits(whole, run("pretrain", tmp_path / "run", *given, *more, processes=2, config="ddp"))
+
+
 def test_killed_and_resumed_bit_for_bit_and_it_fills_in_masks(flags, tmp_path):
     """With dropout, on two processes."""
     model = save_masked_bert(tmp_path / "model", dropout=0.1)
@@ -248,11 +292,6 @@ def test_an_encoder_without_a_head_gets_a_new_one(flags, bert, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ("--streaming", "--max_steps", 3),
-            "--objective mlm does not work with --streaming or --isolate_documents: drop one",
-        ),
-        (("--isolate_documents",), "--objective mlm does not work with --streaming or --isolate_documents: drop one"),
         (("--model_name_or_path", "{llama}"), "LlamaConfig"),
         (("--config_overrides", "hidden_size=16"), "--config_overrides cannot change a model whose weights are loaded"),
         (("--seq_length", 128), "--seq_length 128 is longer than the model's context of 96"),

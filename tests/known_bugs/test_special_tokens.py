@@ -123,7 +123,7 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
         options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
         batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)
         stream = Stream(source, tokenizer, 8, options, batch, Share(0, 1, torch.device("cpu")))
-        found = np.concatenate([row[:-1] for row in islice(stream.sequences(validation=False), 20)])
+        found = np.concatenate([row["input_ids"] for row in islice(stream.sequences(validation=False), 20)])
         assert found.tolist() == [i for ids in documents for i in ids][: len(found)]
         assert len(found) == 160
 

@@ -91,8 +91,9 @@ def test_files_hold_the_documents_each_ended(
         windows = list(stream.sequences(validation=chosen is held_out))
         assert len(windows) == len(split) == (len(tokens) - 1) // 16
         for number, window in enumerate(windows):
-            assert window.tolist() == (expected := tokens[number * 16 : number * 16 + 17])
-            assert split[number]["input_ids"].tolist() == expected[:-1] and split[number]["labels"].tolist() == expected[1:]
+            expected = tokens[number * 16 : number * 16 + 17]
+            for row in (window, split[number]):
+                assert row["input_ids"].tolist() == expected[:-1] and row["labels"].tolist() == expected[1:]
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
@@ -224,7 +225,7 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
     assert [rows(w) for w in make_stream(text_file, tokenizer, preprocessing_num_workers=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer).held_out(5)
     assert len(kept) == 5
-    held_out = {tuple(row["input_ids"].tolist()) for row in kept}
+    held_out = {tuple(row["input_ids"].tolist()) for row in kept.values()}
     assert not held_out & {row for window in whole for row in window}
 
 
@@ -236,6 +237,26 @@ def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
     assert torch.equal(windows[each + 1].micro_batches[0]["labels"], windows[1].micro_batches[0]["labels"])
     samples = [int(i) for window in windows for i in window.indices.flatten()]
     assert samples == [*range(4 * each), *range(8)]  # which an audit compares
+
+
+def test_rows_of_a_stream_are_transformed_by_seed_epoch_and_number(text_file, tokenizer):
+    def noisy(row):
+        return {**row, "input_ids": row["input_ids"] + np.random.randint(100, size=16)}
+
+    def read(rank, world, start, stop):
+        stream = make_stream(text_file, tokenizer, rank, world)
+        stream.transform = noisy
+        found = {}
+        for step, window in enumerate(stream.windows(start, stop), start):
+            for batch, numbers in zip(window.micro_batches, window.indices.tolist(), strict=True):
+                found |= {(step, number): ids for number, ids in zip(numbers, batch["input_ids"].tolist(), strict=True)}
+        return found
+
+    each = sum(1 for _ in make_stream(text_file, tokenizer).sequences()) // 4
+    one = read(0, 1, 0, each + 3)
+    assert one == read(0, 2, 0, each + 3) | read(1, 2, 0, each + 3)
+    assert {key: ids for key, ids in one.items() if key[0] >= each} == read(0, 1, each, each + 3)
+    assert all(one[0, number] != one[each, number] for number in range(4))
 
 
 def test_a_stream_s_identity_changes_with_its_samples(text_file, tokenizer):
@@ -268,13 +289,13 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     some, every = ({*map(tuple, corpus._hold_out(folder[0], 16, 5, rows)[0])} for rows in (64, None))
     assert some < every
     stream = make_stream(path, tokenizer)
-    first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
+    first = np.concatenate([row["input_ids"] for row in stream.held_out(20).values()])
     numbers, ends = np.flatnonzero(is_validation(np.arange(10_000), 5)), folder[0]["ends"]
     tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
     each = np.split(tokens.astype(np.int64), ends[:-1])
     assert stream.held_out_before == numbers[number] + 1 < 1000
     assert np.concatenate([each[n] for n in numbers])[: 20 * 16].tolist() == first.tolist()
-    trained = np.concatenate([row[:-1] for row in stream.sequences(validation=False)])
+    trained = np.concatenate([row["input_ids"] for row in stream.sequences(validation=False)])
     left = np.concatenate([some for n, some in enumerate(each) if n not in numbers[: number + 1]])
     assert trained.tolist() == left[: len(trained)].tolist() and len(left) - len(trained) <= 16
 
@@ -380,7 +401,10 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
 
 def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer):
     """Against a plain reference: the sequences of the source, cut into windows, each permuted."""
-    source = [tokens.tolist() for tokens in make_stream(text_file, tokenizer).sequences(validation=False)]
+    source = [
+        [*row["input_ids"].tolist(), row["labels"].tolist()[-1]]
+        for row in make_stream(text_file, tokenizer).sequences(validation=False)
+    ]
     each = len(source) // 4
 
     def rows(seed, window, rank=0, world=1, start=0):

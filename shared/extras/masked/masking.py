@@ -3,6 +3,8 @@
 """
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForMaskedLM, ModernBertConfig
 
+from shared.data.loader import Loader
 from shared.data.order import IGNORED, Row
 from shared.models.checks import require_tokens_fit
 from shared.models.hub import attention_option, from_architecture, from_hub, override
@@ -19,19 +22,16 @@ from shared.models.options import PRESETS, ModelConfig
 from shared.models.tokenizers import vocabulary_size
 from shared.process.errors import ConfigError
 from shared.process.printing import note
+from shared.text.packing import collate_packed, collate_padded
 
 MASK = "[MASK]"
 
 
-class MaskedRows:
-    """Rows of a corpus, `input_ids` and `labels`, of which a share of the tokens is to be found:
-    the labels of all others are IGNORED. Equally many in each row.
-
-    A row that is read has a mask by its number alone. `again` draws another one: see
-    `Loader.transform`.
+class Masking:
+    """Hides a share of a row's tokens: they become its labels, and all other labels IGNORED.
+    Equally many in each row.
 
     Args:
-        rows: `order.Samples` with `input_ids` of one length.
         tokenizer: with a mask token.
         probability: share of the tokens that are chosen, never special ones.
         unmasked: share of these that are not masked: half of them are other tokens, half as they
@@ -40,9 +40,8 @@ class MaskedRows:
     """
 
     def __init__(
-        self, rows: Any, tokenizer: Any, probability: float, unmasked: float, whole_words: bool
+        self, tokenizer: Any, probability: float, unmasked: float, whole_words: bool
     ) -> None:
-        self.rows = rows
         self.probability = probability
         self.unmasked = unmasked
         self.mask = tokenizer.mask_token_id
@@ -58,31 +57,21 @@ class MaskedRows:
             for name, number in names.items():
                 self.goes_on[number] = not name.startswith(begins) if begins else name[:2] == "##"
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def count(self, length: int) -> int:
-        return max(1, round(length * self.probability))
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        return len(indices) * self.count(len(self.rows[0]["input_ids"]))
-
-    def __getitem__(self, index: int) -> Row:
-        return self.masked(self.rows[index], np.random.default_rng(index))
+    def count(self, row: Row) -> int:
+        return max(1, round(len(row["input_ids"]) * self.probability))
 
     def again(self, row: Row) -> Row:
         """The row with another mask, by NumPy's global generator."""
         ids = np.where(row["labels"] == IGNORED, row["input_ids"], row["labels"])
-        return self.masked(
-            {**row, "input_ids": ids}, np.random.default_rng(np.random.randint(2**31))
-        )
+        return self({**row, "input_ids": ids}, np.random.randint(2**31))
 
-    def masked(self, row: Row, draw: np.random.Generator) -> Row:
+    def __call__(self, row: Row, seed: int) -> Row:
+        draw = np.random.default_rng(seed)
         ids = row["input_ids"]
         # words in a random order, special tokens last
         word = np.cumsum(~self.goes_on[ids] | self.is_special[ids])
         place = draw.permutation(int(word[-1]) + 1)[word] + len(ids) * self.is_special[ids]
-        chosen = np.argsort(place, kind="stable")[: self.count(len(ids))]
+        chosen = np.argsort(place, kind="stable")[: self.count(row)]
         labels = np.full_like(ids, IGNORED)
         labels[chosen] = ids[chosen]
         how = draw.random(len(chosen))
@@ -93,17 +82,38 @@ class MaskedRows:
         return {**row, "input_ids": read, "labels": labels}
 
 
+@dataclass(frozen=True)
+class MaskedRows:
+    """`order.Samples`, each with a mask by its number alone."""
+
+    rows: Any  # with `input_ids` of one length
+    masking: Masking
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices) * self.masking.count(self.rows[int(indices[0])])
+
+    def __getitem__(self, index: int) -> Row:
+        return self.masking(self.rows[index], index)
+
+
 def mask(data: Any, probability: float, unmasked: float, whole_words: bool) -> None:
     """Mask the rows of a `CorpusData`: those to train on anew in each epoch, those to validate on
     always alike. Gives its tokenizer a mask token, if it has none.
     """
     if data.tokenizer.mask_token is None:
         data.tokenizer.add_special_tokens({"mask_token": MASK})
+    masking = Masking(data.tokenizer, probability, unmasked, whole_words)
     for loader in (data.train, data.validation):
-        loader.samples = MaskedRows(
-            loader.samples, data.tokenizer, probability, unmasked, whole_words
-        )
-    data.train.transform = data.train.samples.again
+        if isinstance(loader, Loader):
+            loader.samples = MaskedRows(loader.samples, masking)
+        else:
+            loader.view = partial(MaskedRows, masking=masking)
+        if loader.collate is not collate_packed:  # which also says where the targets are
+            loader.collate = collate_padded
+    data.train.transform = masking.again
     data.bytes_per_token = None  # the loss is of masked tokens
 
 

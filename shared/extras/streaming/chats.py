@@ -10,11 +10,10 @@ import numpy as np
 from torch import nn
 
 from shared.data import prepared, records
-from shared.data.loader import to_device
 from shared.data.order import IGNORED, Batch, Row
 from shared.data.store import batches, prepare
 from shared.extras.streaming.sources import Cursor, open_stream
-from shared.extras.streaming.stream import BEGIN, Streamed
+from shared.extras.streaming.stream import BEGIN, InMemory, Streamed
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.text import chat
@@ -132,20 +131,13 @@ class ChatStream(Streamed):
     def _work(self) -> Any:
         return partial(_chunk, self.encode)
 
-    def _targets(self, samples: list[Row]) -> int:
-        return sum(int((row["labels"] != IGNORED).sum()) for row in samples)
-
     def longest(self, rows: int) -> Batch:
         """A micro-batch of rows of --seq_length, all of whose tokens are targets."""
         ids = np.zeros(self.seq_length, np.int64)
-        return self._batch([{"input_ids": ids, "labels": ids}] * rows)
+        return self.batch(InMemory({0: {"input_ids": ids, "labels": ids}}), [0] * rows)
 
-    def _batch(self, samples: list[Row]) -> Batch:
-        padded = collate_padded(samples, multiple_of=16, at_most=self.seq_length)
-        batch = self.share.cut(padded)
-        if self.share.device.type == "cuda":
-            batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
-        return to_device(batch, self.share.device)
+    def collate(self, rows: list[Row]) -> Batch:
+        return collate_padded(rows, multiple_of=16, at_most=self.seq_length)
 
 
 def _chunk(

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
 from shared.config.options import BatchConfig
 from shared.data import prepared
-from shared.data.loader import Share, Window, parallel_map, to_device
+from shared.data.loader import Rows, Share, Window, parallel_map, to_device
 from shared.data.notes import Notes
-from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
+from shared.data.order import (
+    IGNORED,
+    Batch,
+    Row,
+    Samples,
+    is_validation,
+    micro_batches,
+    permute,
+)
 from shared.data.store import batches
 from shared.extras.streaming.sources import Cursor, StreamSource
 from shared.models.tokenizers import identity_of
@@ -54,7 +62,12 @@ class Streamed(ABC):
 
     Attributes:
         place: of the checkpoint that the run continues from, as `Window.place` gave it.
+        transform: as of a `Loader`. Seeded by (seed, epoch, number in the stream).
+        view: what the samples of a step are made of before that, by their number: `InMemory`.
     """
+
+    transform: Callable[[Row], Row] | None = None
+    view: Callable[[Any], Samples] | None = None
 
     def __init__(
         self, source: StreamSource, options: Any, batch: BatchConfig, share: Share, unit: int
@@ -86,7 +99,7 @@ class Streamed(ABC):
     @abstractmethod
     def sequences(
         self, *, first: int = 0, mark: Cursor = BEGIN, marks: list[Cursor] | None = None
-    ) -> Iterator[Any]:
+    ) -> Iterator[Row]:
         """Samples to train on.
 
         Args:
@@ -105,13 +118,16 @@ class Streamed(ABC):
     def _work(self) -> Any:
         """What tokenises a chunk, in another process."""
 
-    @abstractmethod
-    def _targets(self, samples: list[Any]) -> int:
-        """What the loss of these samples counts."""
+    def collate(self, rows: list[Row]) -> Batch:
+        return default_collate(rows)
 
-    @abstractmethod
-    def _batch(self, samples: list[Any]) -> Batch:
+    def batch(self, samples: Samples, numbers: list[int], epoch: int = 0) -> Batch:
         """These samples on the device."""
+        rows = Rows(samples, self.collate, self.transform, self.seed, self.share.cut)
+        batch = rows([[number, epoch] for number in numbers])
+        if self.share.device.type == "cuda":
+            batch = {key: row.pin_memory() for key, row in batch.items()}
+        return to_device(batch, self.share.device)
 
     def _reader(self, mark: Cursor) -> tuple[StreamSource, Cursor]:
         """(the source from a mark on, a cursor that moves with it)."""
@@ -146,8 +162,8 @@ class Streamed(ABC):
                 yield each
 
     def _shuffled(
-        self, sequences: Iterator[np.ndarray], epoch: int, first: int
-    ) -> Iterator[tuple[int, np.ndarray]]:
+        self, sequences: Iterator[Row], epoch: int, first: int
+    ) -> Iterator[tuple[int, Row]]:
         """(number, sequence), shuffled within each window of `shuffle_window`. The first one is
         number `first`.
         """
@@ -184,7 +200,7 @@ class Streamed(ABC):
 
     def _batches(
         self, epoch: int, first: int, mark: Cursor
-    ) -> Iterator[tuple[list[tuple[int, np.ndarray]], dict[str, Any]]]:
+    ) -> Iterator[tuple[list[tuple[int, Row]], dict[str, Any]]]:
         """Global batches from the sequence `first` of an epoch on, as (number, sequence), and where
         each ends. Epoch after epoch.
 
@@ -214,17 +230,20 @@ class Streamed(ABC):
             first = 0
             mark = BEGIN
 
-    def _window(self, sequences: list[tuple[int, np.ndarray]], place: dict[str, Any]) -> Window:
+    def _window(self, sequences: list[tuple[int, Row]], place: dict[str, Any]) -> Window:
         share = self.share
-        numbers = np.arange(len(sequences))
+        samples: Any = InMemory(sequences)
+        numbers = np.array([*samples])
+        if self.view:
+            samples = self.view(samples)
         split = micro_batches(numbers, share.rank, share.world_size, self.per_device)
         return Window(
-            [self._batch([sequences[i][1] for i in indices]) for indices in split],
-            self._targets([sample for _, sample in sequences]),
+            [self.batch(samples, indices, place["epoch"]) for indices in split.tolist()],
+            samples.num_targets(numbers),
             len(sequences),
             place["epoch"],
             None,
-            np.array([number for number, _ in sequences])[split],
+            split,
             place=place,
         )
 
@@ -258,9 +277,6 @@ class Stream(Streamed):
     def _work(self) -> Any:
         return partial(_chunk, EncodeDocuments(self.tokenizer, self.column))
 
-    def _targets(self, sequences: list[np.ndarray]) -> int:
-        return len(sequences) * self.seq_length
-
     def sequences(
         self,
         *,
@@ -268,8 +284,8 @@ class Stream(Streamed):
         first: int = 0,
         mark: Cursor = BEGIN,
         marks: list[Cursor] | None = None,
-    ) -> Iterator[np.ndarray]:
-        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
+    ) -> Iterator[Row]:
+        """Sequences of one split, each with the next tokens as labels: [seq_length] int64.
 
         Args:
             validation: which split.
@@ -288,7 +304,7 @@ class Stream(Streamed):
             skip = max(0, skip - len(kept))
             stops = range(self.seq_length, len(held), self.seq_length)
             for stop in stops:
-                yield held[stop - self.seq_length : stop + 1]
+                yield _row(held[stop - self.seq_length : stop + 1])
             held = held[len(stops) * self.seq_length :]
 
     def _of_split(
@@ -324,7 +340,7 @@ class Stream(Streamed):
             before=self.held_out_before,
         )
 
-    def held_out(self, count: int) -> list[Row]:
+    def held_out(self, count: int) -> InMemory:
         """The first `count` validation sequences. No document after the last one that they need is
         held out.
 
@@ -348,21 +364,17 @@ class Stream(Streamed):
                 f"{self.validation_percent:g} % of them "
                 "make no sequence: raise --validation_split_percentage, or drop --streaming"
             )
-        return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+        return InMemory(enumerate(map(_row, rows)))
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
         long.
         """
-        first = next(self.sequences())
-        return self._batch([first] * rows)
+        return self.batch(InMemory({0: next(self.sequences())}), [0] * rows)
 
-    def _batch(self, sequences: list[np.ndarray]) -> Batch:
-        tokens = torch.from_numpy(np.stack(sequences))
-        batch = self.share.cut({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-        if self.share.device.type == "cuda":
-            batch = {key: row.pin_memory() for key, row in batch.items()}
-        return to_device(batch, self.share.device)
+
+def _row(tokens: np.ndarray) -> Row:
+    return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
 def _chunk(
@@ -374,8 +386,8 @@ def _chunk(
     return mark, tokens, lengths, np.array([piece[1] for piece in of_chunk])
 
 
-class Rows(list[Row]):
-    """Sequences in memory, as `data.Samples`."""
+class InMemory(dict[int, Row]):
+    """Samples by their numbers, as `order.Samples`."""
 
     def num_targets(self, indices: np.ndarray) -> int:
         return sum(int((self[int(i)]["labels"] != IGNORED).sum()) for i in indices)
