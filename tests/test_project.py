@@ -21,7 +21,7 @@ from tools import extras as extras_of
 from tools import new
 
 NAMES = tuple(new.templates())
-WITH_ADAPTERS = ("dpo", "grpo", "lora_finetune", "text_classification", "token_classification")
+WITH_ADAPTERS = ("distill", "dpo", "grpo", "lora_finetune", "text_classification", "token_classification")
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -330,10 +330,9 @@ def test_assistants_are_told_commands_that_work(tmp_path):
 
 @pytest.mark.parametrize("template", sorted((ROOT / "templates").glob("*.py")), ids=lambda path: path.stem)
 def test_a_template_is_read_in_one_sitting(template):
-    """A main of at most 35 lines; 230 lines in all, more where a recipe, five losses or tags are its subject."""
+    """A main of at most 35 lines; 230 lines in all, more where a recipe, five losses, a teacher or tags are its subject."""
     text = template.read_text()
     (main,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     assert main.end_lineno - main.lineno + 1 <= 35
-    assert len(text.splitlines()) <= {"image_classification": 300, "dpo": 300, "token_classification": 260}.get(
-        template.stem, 230
-    )
+    longer = {"image_classification": 300, "dpo": 300, "distill": 265, "token_classification": 260}
+    assert len(text.splitlines()) <= longer.get(template.stem, 230)

@@ -37,6 +37,7 @@ FOLDERS = {
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
+    "distill": 88_200,
     "dpo": 85_100,
     "full_finetune": 77_500,
     "grpo": 82_100,
@@ -52,6 +53,7 @@ EXTRAS = {
     "averages": 300,
     "comparisons": 6_200,
     "deepspeed": 1_000,
+    "distillation": 3_900,
     "experts": 2_500,
     "masked": 1_300,
     "mixture": 1_100,

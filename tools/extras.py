@@ -11,6 +11,7 @@ EXTRAS = {
     "averages": "--ema_decay",
     "comparisons": "python -m shared fork, compare, repeat, reproduce",
     "deepspeed": "accelerate_configs/deepspeed_*.yaml",
+    "distillation": "distill.py",
     "experts": "a model of experts",
     "masked": "--objective mlm",
     "mixture": "--mix_weights",
@@ -31,11 +32,12 @@ EXTRAS = {
 }
 ALWAYS = {"proofs", "report"}  # in every project
 CANNOT_DO_WITHOUT = {
+    "distill": {"distillation"},
     "pretrain": {"optimizers"},
     "pretrain_pipeline": {"optimizers", "pipeline"},
     "token_classification": {"tagging"},
 }
-OF_A_TEMPLATE = {"pipeline", "tagging"}  # of no other one
+OF_A_TEMPLATE = {"distillation", "pipeline", "tagging"}  # of no other one
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {
@@ -59,6 +61,7 @@ WITHOUT_USE = {
         "tars",
         "vision",
     },
+    "distill": {"masked", "replicas", "tars", "vision"},
     "dpo": {"masked", "replicas", "streaming", "tars", "vision"},
     "grpo": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
     "lora_finetune": {"masked", "replicas", "tars"},

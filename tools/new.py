@@ -38,6 +38,7 @@ FLAGS = {
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "text_classification": "--seq_length 32 --validation_split_percentage 2",
     "token_classification": "--seq_length 32 --validation_split_percentage 2",
+    "distill": f"--max_train_samples 60 --show_answers 0 --seq_length 128 {_FEW}",
     "dpo": f"--max_train_samples 60 --show_answers 0 --seq_length 128 {_FEW}",
     "grpo": f"--eval_answers 4 --show_answers 0 --group_size 2 {_FEW}",
     "lora_finetune": f"--show_answers 0 --seq_length 128 {_FEW}",
@@ -160,6 +161,8 @@ def build(names: tuple[str, ...], called: str, extras: Collection[str] = ()) -> 
         for name in names
     ):
         paths |= set((SOURCE / "shared/demo/tiny-llama").iterdir())
+    if "distill" in names:
+        paths |= set((SOURCE / "shared/demo/tiny-llama-tuned").iterdir())
     for config in (SOURCE / "accelerate_configs").iterdir():
         fits = not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names)
         missing = [word for extra, word in CONFIGS.items() if extra not in extras]

@@ -280,7 +280,9 @@ def measure_head(model: nn.Module, whole: Any, batch: Batch) -> Any:
 
 
 @torch.no_grad()
-def fuse_head(accelerator: Accelerator, model: Any, *, compiled: bool | None = False) -> str:
+def fuse_head(
+    accelerator: Accelerator, model: Any, *, compiled: bool | None = False, kind: Any = FusedHead
+) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the
     summary.
 
@@ -290,6 +292,7 @@ def fuse_head(accelerator: Accelerator, model: Any, *, compiled: bool | None = F
 
     Args:
         compiled: compile the operations between the matrix products where gradients are needed.
+        kind: `FusedHead`, or what does more.
     """
     whole = without_adapters(model)
     generator = torch.Generator().manual_seed(0)
@@ -304,7 +307,7 @@ def fuse_head(accelerator: Accelerator, model: Any, *, compiled: bool | None = F
         try:
             plain = causal_lm_loss(model, trial)
             function = measure_head(model, whole, trial)
-            model.fused_head = FusedHead(whole, function, compiled)
+            model.fused_head = kind(whole, function, compiled)
             loss = causal_lm_loss(model, trial)
             if loss.dtype != torch.float32 or not torch.allclose(plain.float(), loss, rtol=1e-3):
                 raise ValueError(f"{type(whole).__name__} changes what its head returns")

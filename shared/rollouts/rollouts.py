@@ -95,9 +95,11 @@ class Rollouts:
         for step in range(start, stop):
             number = step // self.updates
             # later updates read no new prompts
-            is_new = self.needs_answers(step + 1)
-            prompts = self.order.indices(number) if is_new else np.zeros(0, np.int64)
-            share = (self.share.rank, self.share.world_size, self.per_device)
+            prompts = (
+                self.order.indices(number)
+                if self.needs_answers(step + 1)
+                else np.zeros(0, np.int64)
+            )
             yield Window(
                 micro_batches=[],
                 num_targets=0,
@@ -105,14 +107,16 @@ class Rollouts:
                 epoch=self.order.position(number)[0],
                 epoch_samples=self.order.samples_per_epoch,
                 sources=self.order.used(number + 1),
-                indices=micro_batches(prompts, *share),
+                indices=micro_batches(
+                    prompts, self.share.rank, self.share.world_size, self.per_device
+                ),
             )
 
     def longest(self, rows: int) -> Batch:
         """The batch that takes the most memory, on the device: the longest prompt, with answers of
         full length.
         """
-        prompt, *_ = self.prompts.prompt(int(np.argmax(self.prompts.lengths)))
+        prompt, *_ = self.prompts.prompt(int(self.prompts.lengths.argmax()))
         answered = self._row(prompt, np.zeros(self.max_new_tokens, np.int64))
         batch = collate_padded([answered] * rows, multiple_of=16)
         for name in ("advantages", "weights", "old"):
@@ -186,14 +190,13 @@ class Rollouts:
             for ids, parts in zip(answers[: self.group], rewards, strict=False)
         ]
         keep_rows(run, "rollouts.jsonl", shown)
-        is_cut = [ids[-1] not in ends for ids in answers]
         sums = torch.tensor([sum(parts.values()) for parts in rewards], dtype=torch.float32)
         means = {"reward": sums.mean().item()}
         for name in dict.fromkeys(name for parts in rewards for name in parts):
             means[f"reward/{name}"] = fmean(parts.get(name, 0.0) for parts in rewards)
         means |= {
             "answer_tokens": fmean(map(len, answers)),
-            "cut_answers": fmean(is_cut),
+            "cut_answers": fmean(ids[-1] not in ends for ids in answers),
             "rollout_seconds": time.perf_counter() - start,
         }
         return sums.view(len(samples), self.group), means

@@ -30,7 +30,12 @@ def save_adapter(run: Run, model: nn.Module, tokenizer: Any, *, end: int | None)
     whole = run.unwrap(model)
     end_generation_at(whole, tokenizer, end)
     with whole_folder(run.dir / "final") as folder:
-        whole.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        whole.save_pretrained(
+            folder,
+            state_dict=weights,
+            save_embedding_layers=False,
+            selected_adapters=["default"],  # not that of a teacher
+        )
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_processor(name, folder)

@@ -70,6 +70,7 @@ STREAM = ("--streaming", "--tokenizer_name", "{tiny}", "--validation_split_perce
 ALONE = {  # extra: template, launch config of two processes, flags
     "averages": ("text_classification", None, ("--ema_decay", 0.5, "--seq_length", 32, "--validation_split_percentage", 2)),
     "deepspeed": ("pretrain", "deepspeed_zero2", (*TEXT, "--optim", "adamw", "--vocab_size", 300)),
+    "distillation": ("distill", "ddp", ("--seq_length", 64, "--max_train_samples", 40, "--on_policy", 0.5)),
     "experts": ("full_finetune", None, (*TEXT, "--model_name_or_path", "{moe}", "--show_answers", 0)),
     "masked": ("pretrain", None, (*TEXT, "--vocab_size", 300, "--optim", "adamw", "--objective", "mlm")),
     "mixture": ("lora_finetune", None, ("--seq_length", 64, "--train_file", "{one}", "{other}", "--mix_weights", 1, 2)),

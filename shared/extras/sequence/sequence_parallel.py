@@ -29,6 +29,7 @@ class SequenceParallel(Strategy):
     """
 
     title = "sp_size in the launch config"
+    lacks = frozenset(("--on_policy", "--teacher_logits"))
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)

@@ -1,0 +1,116 @@
+"""What a student predicts beside its teacher, chunk by chunk of tokens: all logits of both at once
+would dominate peak memory.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shared.data.order import IGNORED, Batch
+from shared.models.attention import forward_rows
+from shared.models.fused_head import MAX_LOGITS, FusedHead
+from shared.models.loading import without_adapters
+from shared.models.loss import over_ranks
+
+COPIES = 4  # of a chunk's logits, of each model
+MIN_CHUNK = 256  # tokens: each adds to a gradient of the head's size
+LOGGED = ("kl", "cross_entropy", "teacher_cross_entropy", "agreement")
+
+
+class Compared(NamedTuple):
+    """Predictions for a chunk of target tokens, fp32. Where the teacher's were kept, the classes
+    are its most likely tokens, and all others together as the last.
+    """
+
+    student: torch.Tensor  # log-probabilities at the temperature, [tokens, classes]
+    teacher: torch.Tensor  # likewise
+    cross_entropy: torch.Tensor  # of the student by the labels, at temperature 1, [tokens]
+    teacher_cross_entropy: torch.Tensor  # likewise
+    agreement: torch.Tensor  # whether both find the same token most likely, [tokens] bool
+
+
+class OpenHead(FusedHead):
+    """Hands the states before a model's head to `use`, with what makes logits of them, while that
+    is set. The model then returns what `use` does.
+    """
+
+    use: Any = None
+    targets: Any = None
+
+    def forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if self.use is None:
+            return super().forward(head, hidden)
+
+        def logits_of(part: torch.Tensor) -> torch.Tensor:
+            logits = type(head).forward(head, part)
+            return (logits if self.function is None else self.function(logits)).float()
+
+        self.result = self.use(hidden.flatten(0, -2).index_select(0, self.targets), logits_of)
+        return self.result
+
+
+def targets_of(batch: Batch) -> torch.Tensor:
+    """The places of the labels that count, in the flattened batch."""
+    if (targets := batch.get("targets")) is not None:
+        return targets
+    return (batch["labels"].flatten() != IGNORED).nonzero().squeeze(-1)
+
+
+def at_head(model: Any, batch: Batch, use: Any, like: Any = None) -> torch.Tensor:
+    """What `use` makes of the states of a batch's targets, [targets, width], and of a function that
+    turns them into logits. A model whose head cannot be opened gives its logits as states.
+    """
+    head = model.fused_head
+    if head is None:
+        logits = forward_rows(model, batch, like=like).logits.flatten(0, 1)
+        return use(logits.index_select(0, targets_of(batch)), torch.Tensor.float)
+    head.use, head.targets = use, targets_of(batch)
+    try:
+        return forward_rows(model, batch, like=like).logits
+    finally:
+        head.use = head.result = None
+
+
+def chunk_size(model: Any) -> int:
+    """Tokens of a chunk."""
+    vocab = without_adapters(model).config.get_text_config().vocab_size
+    return max(MIN_CHUNK, MAX_LOGITS // vocab // COPIES)
+
+
+def compare(
+    model: Any,
+    teacher: Any,
+    batch: Batch,
+    loss: Callable[[Compared], torch.Tensor],
+    temperature: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss, and values for the log by name), summed over a batch's targets.
+
+    Args:
+        model: the student, prepared.
+        teacher: `teacher.Live` or `kept.Kept`.
+        loss: `Compared` -> [tokens].
+    """
+    taught, predict = teacher(batch)
+    labels = batch["labels"].flatten()[targets_of(batch)]
+    size = chunk_size(model)
+
+    def chunk(logits: torch.Tensor, label: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        compared = predict(logits, label, parts, temperature)
+        divergence = F.kl_div(compared.student, compared.teacher, reduction="sum", log_target=True)
+        values = [loss(compared), divergence, *compared[2:]]
+        return torch.stack([value.sum() for value in values])
+
+    def use(states: torch.Tensor, logits_of: Any) -> torch.Tensor:
+        def part(begin: int) -> torch.Tensor:
+            places = slice(begin, begin + size)
+            return chunk(logits_of(states[places]), labels[places], [t[places] for t in taught])
+
+        begins = range(0, max(1, len(labels)), size)  # once without targets, too: DDP waits
+        return torch.stack([checkpoint(part, n, use_reentrant=False) for n in begins]).sum(0)
+
+    total, *sums = over_ranks(batch, at_head(model, batch, use)).unbind()
+    return total, {name: value.detach() for name, value in zip(LOGGED, sums, strict=True)}

@@ -1,0 +1,228 @@
+"""The model that teaches: another one, whole, sharded or in 4 bits; or an adapter of the student's
+base.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from accelerate.utils import extract_model_from_parallel
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from shared import demo
+from shared.answers.answers import log_answers
+from shared.data.order import Batch
+from shared.extras.distillation.compared import Compared, OpenHead, at_head
+from shared.extras.distillation.kept import Kept, all_kept, claimed
+from shared.models.adapters import load_base
+from shared.models.blocks import repeated_blocks
+from shared.models.fused_head import fuse_head
+from shared.models.hub import from_hub, identity_of_weights
+from shared.models.isolation import isolate_documents
+from shared.models.options import AdapterConfig
+from shared.models.tokenizers import load_tokenizer
+from shared.process.errors import ConfigError, first_line
+from shared.process.printing import note, print_main
+from shared.training import defaults
+
+ADAPTER = "teacher"  # its name in the student
+TEACHER = demo.MODEL.with_name("tiny-llama-tuned")  # of the demo: see README.md in it
+
+
+def choose_rate(setup: Any) -> None:
+    """The peak learning rate of a student, where none is given: that for conversations."""
+    name = setup.config.model_name_or_path
+    width = from_hub(AutoConfig, name).get_text_config().hidden_size
+    full = setup.config.full
+    rate = defaults.full_rate(width) if full else defaults.lora_rate(width)
+    what = "all weights" if full else "LoRA"
+    setup.set_defaults(f"{what}, width {width}", learning_rate=rate)
+
+
+class Live:
+    """A teacher that predicts as it is asked.
+
+    Args:
+        model: on the device; for an adapter, the student, see `add_adapter`.
+        identity: of its weights.
+    """
+
+    def __init__(self, model: Any, identity: str, *, is_adapter: bool = False) -> None:
+        self.model = model
+        self.identity = identity
+        self.is_adapter = is_adapter
+
+    @contextlib.contextmanager
+    def teaching(self) -> Iterator[None]:
+        """With the teacher's adapter in place of the student's."""
+        student: Any = extract_model_from_parallel(self.model) if self.is_adapter else None
+        if student:
+            student.set_adapter(ADAPTER, inference_mode=True)
+        try:
+            yield
+        finally:
+            if student:
+                student.set_adapter("default")
+
+    def begin(self, setup: Any, model: Any, data: Any) -> Any:
+        """What teaches the prepared student: this, or what it predicts, if it is to be kept."""
+        if self.is_adapter:
+            self.model = model
+        if setup.config.teacher_logits is None:
+            return self
+        return Kept(claimed(setup.config, self.identity), self).begin(setup, model, data)
+
+    def answer(self, run: Any, held_out: Any, tokenizer: Any, score: Any) -> None:
+        """Print what it answers to validation prompts. Every rank calls this."""
+        if run.config.show_answers:
+            print_main("what the teacher answers, then the student:")
+            with self.teaching():
+                log_answers(run, self.model, held_out, tokenizer, score)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> tuple[list[torch.Tensor], Any]:
+        """(states of a batch's targets, what makes `Compared` of parts of them)."""
+        heads: list[Any] = []
+
+        def keep(states: torch.Tensor, logits_of: Any) -> torch.Tensor:
+            heads.append(logits_of)
+            return states
+
+        with self.teaching():
+            states = at_head(self.model, batch, keep)
+        return [states], partial(_predict, heads[0])
+
+
+def _predict(
+    logits_of: Any,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    states: list[torch.Tensor],
+    temperature: float,
+) -> Compared:
+    """See `compared.compare`: logits are of the student, [tokens, vocab] fp32."""
+    with torch.no_grad():
+        taught = logits_of(states[0])
+    width = min(logits.shape[-1], taught.shape[-1])  # one may have rows that no token uses
+    logits, taught = logits[:, :width], taught[:, :width]
+    student, teacher = ((x / temperature).log_softmax(-1) for x in (logits, taught))
+    return Compared(
+        student,
+        teacher,
+        F.cross_entropy(logits, labels, reduction="none"),
+        F.cross_entropy(taught, labels, reduction="none"),
+        logits.argmax(-1) == taught.argmax(-1),
+    )
+
+
+def load_teacher(setup: Any, tokenizer: Any, name: str, *, in_4bit: bool) -> Live:
+    """The model at `name`, frozen, in the launch's precision, on the device; FSDP shards it. Every
+    rank calls this.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        tokenizer: the student's.
+
+    Raises:
+        ConfigError: it has other tokens than the student.
+    """
+    require_same_tokens(tokenizer, load_tokenizer(name), name)
+    accelerator = setup.accelerator
+    adapter = AdapterConfig(load_in_4bit=in_4bit)
+    # whole: what FSDP loads in shards is made for `setup.prepare`
+    model = load_base(name, adapter, setup.config.speed, accelerator, to_merge=not in_4bit)
+    model = model.requires_grad_(False).eval().to(accelerator.device)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        for block in repeated_blocks(model):
+            fully_shard(block)
+        fully_shard(model)  # what is left, with the head, stays whole after its first forward
+    where = "in 4 bits" if in_4bit else f"in {model.dtype}"
+    setup.about["teacher"] = f"{name}, {where}"
+    fuse_head(accelerator, model, kind=OpenHead)
+    return Live(model, identity_of(setup.config, name))
+
+
+def require_same_tokens(tokenizer: Any, other: Any, name: str) -> None:
+    """Raise a ConfigError if two tokenizers give a number to different tokens."""
+    ours, theirs = (
+        {number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other)
+    )
+    both = ours.keys() & theirs.keys()
+    if wrong := [number for number in sorted(both) if ours[number] != theirs[number]]:
+        number = wrong[0]
+        raise ConfigError(
+            f"{name}: token {number} is {theirs[number]!r}, the student's is {ours[number]!r}: "
+            "take a teacher with the student's tokenizer"
+        )
+    if ours.keys() != theirs.keys():
+        note(f"{name}: {len(theirs):,} tokens, the student {len(ours):,}; only both's are compared")
+
+
+def add_adapter(setup: Any, student: Any, name: str) -> Live:
+    """The adapter at `name` beside the one that is trained, on one base. The student becomes the
+    model of `Live` when it is prepared.
+
+    Raises:
+        ConfigError: it does not fit the base, or changes the head.
+    """
+    try:
+        student.load_adapter(name, ADAPTER, is_trainable=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--teacher_adapter {name}: {first_line(error)}") from None
+    if hasattr(student.get_output_embeddings(), "lora_A"):
+        raise ConfigError(f"--teacher_adapter {name}: changes the head: merge it, and name that")
+    student.set_adapter("default")
+    setup.about["teacher"] = f"the adapter {name} on the student's base"
+    return Live(student, identity_of(setup.config, name), is_adapter=True)
+
+
+def identity_of(config: Any, name: str) -> str:
+    """Of weights in a folder a digest; else their name on the Hub."""
+    files = "adapter_model.safetensors" if config.teacher_adapter else "*.safetensors"
+    weights = identity_of_weights(name, files=files) if Path(name).is_dir() else name
+    return f"{weights}, 4 bits: {config.teacher_load_in_4bit}"
+
+
+def build_teacher(setup: Any, tokenizer: Any, student: Any, train: Any, held_out: Any) -> Any:
+    """The teacher that the flags name, or what it predicted before. Every rank calls this, before
+    the student is prepared.
+
+    Args:
+        setup: a `run.setup.Setup`.
+        train, held_out: `chat.Conversations`. They are not packed if the teacher sees more than one
+            at once.
+
+    Raises:
+        ConfigError: they name none, or one that does not fit.
+    """
+    config = setup.config
+    for flag in ("on_policy", "teacher_logits"):
+        if getattr(config, flag):
+            setup.strategy.require(f"--{flag}")
+    name = config.teacher_adapter or config.teacher_name_or_path
+    if name is None and config.model_name_or_path == str(demo.MODEL):
+        name = str(TEACHER)
+    if config.teacher_logits and all_kept(config, train, held_out):
+        setup.about["teacher"] = f"kept in {config.teacher_logits}"
+        return Kept(claimed(config, name and identity_of(config, name)))
+    if name is None:
+        raise ConfigError("which model teaches? Name it with --teacher_name_or_path")
+    if config.teacher_adapter:
+        return add_adapter(setup, student, name)
+    teacher = load_teacher(setup, tokenizer, name, in_4bit=config.teacher_load_in_4bit)
+    if config.data.packing != "off" and not config.teacher_logits:
+        apart, why = isolate_documents(
+            teacher.model,
+            setup.device,
+            config.batch.micro_batch()[0],
+            length=config.data.row_length,
+        )
+        if not apart:
+            train.why_not_packed = f"the teacher: {why.removeprefix('off: ')}"
+    return teacher
