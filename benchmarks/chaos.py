@@ -40,6 +40,8 @@ TEMPLATES = {  # a name may say after a slash what is special
     "full_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 "
     "--weights_dtype bf16 --eval_samples 8 --show_answers 0",
     "dpo": "--max_train_samples 200 --seq_length 128 --global_batch_size 8 --eval_samples 8 --show_answers 0",
+    "distill": "--max_train_samples 200 --seq_length 128 --global_batch_size 8 --on_policy 0.5 "
+    "--max_new_tokens 16 --eval_samples 8 --show_answers 0",
     "grpo": "--updates_per_rollout 2 --global_batch_size 8 --group_size 4 --eval_answers 8 --show_answers 0",
     "text_classification": "--seq_length 64 --global_batch_size 8 --lora_r 4",
     "token_classification": "--seq_length 64 --global_batch_size 8 --lora_r 4",

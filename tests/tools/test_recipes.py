@@ -50,7 +50,12 @@ def planned(path):
     length = given["seq_length"] + (given["max_new_tokens"] if template == "grpo" else 0)
     shape = (AutoConfig.for_model(**facts), rows, length, True, lora, given.get("load_in_4bit", False))
     packed, experts = lora > 0 and template != "grpo", given.get("lora_experts", True)
-    job = memory.Job(*shape, packed=packed and "image_max_pixels" not in given, lora_experts=experts)
+    beside = 0.0
+    if teacher := given.get("teacher_name_or_path"):
+        facts = AutoConfig.for_model(**ARCHITECTURES[teacher])
+        beside = memory.frozen(memory.Job(facts, 1, 16, four_bits=given.get("teacher_load_in_4bit", False)))
+    packed &= "image_max_pixels" not in given
+    job = memory.Job(*shape, packed=packed, lora_experts=experts, beside=beside)
     name = config.removeprefix("multi_node_")
     peak = next(peak for planned, _, peak in memory.plan(job, processes) if planned == name)
     return peak.total(str(given.get("gradient_checkpointing", "none"))) / 1e9
@@ -152,11 +157,15 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
     for key in ("model_name_or_path", "config_name", "tokenizer_name"):
         if key in given:
             given[key] = str(tiny(given[key], tmp_path / "model", architectures))
+    if "teacher_name_or_path" in given:
+        given["teacher_name_or_path"] = given["model_name_or_path"]
     given |= {"image_size": 16} if template == "image_classification" else TEXT
     if "image_max_pixels" in given:
         given["seq_length"] = 256
     if template == "grpo":
         given |= {"max_new_tokens": 8, "group_size": 2, "eval_answers": 4}
+    if template == "distill":
+        given |= {"max_new_tokens": 8}
     if template in ("text_classification", "token_classification"):
         del given["eval_samples"]
     if "model_preset" in given:
