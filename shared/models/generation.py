@@ -115,6 +115,7 @@ def generate(
     ends: Sequence[int],
     draws: np.ndarray | None = None,
     beside: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None,
+    cache: Any = None,
 ) -> list[list[int]]:
     """Token ids that continue each prompt (token ids), greedily or by sampling: up to the first
     token of `ends`, with it, or `max_new_tokens`.
@@ -123,13 +124,14 @@ def generate(
         draws: [prompts, max_new_tokens], uniform in [0, 1). Sample with these: which token each of
             them chooses depends on its row alone, and not on the batch.
         beside: gives what the model gets beside the padded rows, [prompts, longest]: images.
+        cache: of what was read of the prompts before, aligned at their ends; it grows. Without one,
+            every rank makes the same number of calls.
 
     The prompts stay, and the answers get what the longest of them leaves of the model's context: at
     least one token, as the last one is not read again. Of a prompt that is longer than the context,
     the last tokens count. `answers.batches_to_answer` finds batches in which no answer depends on
     the other prompts. Runs `generate` of transformers on the prepared model, under every
-    strategy: one batch, padded on the left, with the cache. Ranks may have different prompts, but
-    every rank makes the same number of calls.
+    strategy: one batch, padded on the left. Ranks may have different prompts.
     """
     whole = without_adapters(model)
     state = PartialState()
@@ -152,13 +154,14 @@ def generate(
             attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
             generation_config=settings,
             logits_processor=LogitsProcessorList([] if draws is None else [_Drawn(draws, longest)]),
-            synced_gpus=state.num_processes > 1,  # a forward of sharded weights takes all ranks
+            past_key_values=cache,
+            # a forward of sharded weights takes all ranks
+            synced_gpus=cache is None and state.num_processes > 1,
             **({} if beside is None else beside(rows)),
         )
     whole.generation_config = before
     answers = found[:, longest:].tolist()
-    lengths = [next((i for i, t in enumerate(ids, 1) if t in ends), len(ids)) for ids in answers]
-    return [ids[:length] for ids, length in zip(answers, lengths, strict=True)]
+    return [ids[: next((i for i, t in enumerate(ids, 1) if t in ends), None)] for ids in answers]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from shared.data.order import IGNORED, Batch, Row, micro_batches, training_order
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.parallel import sharding
+from shared.rollouts.refill import Refill, can_refill
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text.chat import Conversations
@@ -161,15 +162,15 @@ class Rollouts:
         ]
         asked = [ids for ids, *_ in rows]
         ends = ends_of(model, self.tokenizer, self.prompts.end)
-        mine = batches_to_answer(model, asked, self.max_new_tokens, self.at_once, self.share)
-        answered = answer(
-            model,
-            asked,
-            mine.tolist(),
-            max_new_tokens=self.max_new_tokens,
-            ends=ends,
-            draws=np.stack(draws),
-        )
+        settings: Any = {"max_new_tokens": self.max_new_tokens, "ends": ends}
+        settings["draws"] = np.stack(draws)
+        if can_refill(model):
+            longest_first = np.argsort([-len(ids) for ids in asked], kind="stable").tolist()
+            mine = longest_first[self.share.rank :: self.share.world_size]
+            answered = Refill(model, asked, **settings).answers(mine, self.at_once)
+        else:
+            parts = batches_to_answer(model, asked, self.max_new_tokens, self.at_once, self.share)
+            answered = answer(model, asked, parts.tolist(), **settings)
         rewarded: dict[int, tuple[list[int], dict[str, float]]] = {}
         for row, ids in answered:
             prompt, _, columns = rows[row]

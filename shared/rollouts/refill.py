@@ -1,0 +1,136 @@
+"""Answers without work for those that have ended: rows that end leave the batch, and prompts that
+wait enter it.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DynamicCache
+
+from shared.models.angles import kind_of
+from shared.models.attention import scaled_from
+from shared.models.checks import context_of
+from shared.models.generation import generate, sees_padding
+from shared.models.loading import without_adapters
+
+SEGMENT = 16  # tokens between two looks at which rows have ended
+
+
+class Refill:
+    """Answers to prompts, in a batch whose rows are aligned at their ends. Which tokens an answer
+    has depends on its row alone, up to rounding.
+
+    Args:
+        model: prepared; see `can_refill`.
+        prompts: token ids of all.
+        max_new_tokens, ends, draws: see `generation.generate`; `draws` has a row for each prompt.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        ends: Sequence[int],
+        draws: np.ndarray | None = None,
+    ) -> None:
+        # forward of the wrapper would wait for the other ranks
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        context = context_of(without_adapters(model))
+        self.texts = [[*ids[-context:]] for ids in prompts]
+        self.begins = [len(ids) for ids in self.texts]
+        self.limits = [min(begin + max_new_tokens, context + 1) for begin in self.begins]
+        self.ends = ends
+        self.draws = draws
+
+    def answers(self, numbers: Sequence[int], at_once: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of a prompt, token ids of its answer) for some of the prompts."""
+        waiting = deque(numbers)
+        rows: list[int] = []
+        cache: Any = None
+        while rows or waiting:
+            free = at_once - len(rows)
+            # several together: prompts are read in a call of their own
+            if waiting and (not rows or 4 * free >= at_once):
+                begun = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                read = DynamicCache()
+                going = self._go_on(begun, read)
+                if going:
+                    cache = joined(cache, read) if rows else read
+                rows, ended = rows + going, {*begun} - {*going}
+            else:
+                going = self._go_on(rows, cache)
+                rows, ended = going, {*rows} - {*going}
+            for number in ended:
+                yield number, self.texts[number][self.begins[number] :]
+
+    def _go_on(self, rows: list[int], cache: Any) -> list[int]:
+        """Give these rows a segment more. Returns those that have not ended, whose the cache is."""
+        count = min(SEGMENT, *(self.limits[n] - len(self.texts[n]) for n in rows))
+        draws = None
+        if self.draws is not None:
+            places = [len(self.texts[n]) - self.begins[n] for n in rows]
+            drawn = [self.draws[n, at : at + count] for n, at in zip(rows, places, strict=True)]
+            draws = np.stack(drawn)
+        found = generate(
+            self.model,
+            [self.texts[n] for n in rows],
+            max_new_tokens=count,
+            ends=self.ends,
+            draws=draws,
+            cache=cache,
+        )
+        going = []
+        for place, (number, ids) in enumerate(zip(rows, found, strict=True)):
+            self.texts[number] += ids
+            if ids[-1] not in self.ends and len(self.texts[number]) < self.limits[number]:
+                going.append(place)
+        rows = [rows[place] for place in going]
+        longest = max((len(self.texts[number]) for number in rows), default=2) - 1  # not the last
+        for layer in cache.layers:
+            layer.keys, layer.values = (x[going, :, -longest:] for x in (layer.keys, layer.values))
+        return rows
+
+
+def joined(cache: Any, other: Any) -> Any:
+    """The rows of both caches, aligned at their ends."""
+    longest = max(cache.get_seq_length(), other.get_seq_length())
+    for layer, more in zip(cache.layers, other.layers, strict=True):
+        for name in ("keys", "values"):
+            both = [getattr(one, name) for one in (layer, more)]
+            padded = [F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in both]
+            setattr(layer, name, torch.cat(padded))
+    return cache
+
+
+def can_refill(model: nn.Module) -> bool:
+    """Whether `Refill` gives the answers that `generate` does: tried once on the prepared model.
+    Not where ranks share its weights, or where it keeps more than keys and values. Every rank calls
+    this.
+    """
+    whole: Any = without_adapters(model)
+    if not hasattr(whole, "can_refill"):
+        works = not (sees_padding(model) or kind_of(whole) or scaled_from(whole) < sys.maxsize)
+        works &= not any(isinstance(module, FSDPModule) for module in model.modules())
+        works &= not hasattr(model, "module") or isinstance(model, DistributedDataParallel)
+        prompts = [[*range(1, n)] for n in (9, 5, 7)]
+        asked: Any = {"max_new_tokens": SEGMENT + 4, "ends": ()}
+        if works:
+            plain = [generate(model, [ids], **asked)[0] for ids in prompts]
+            try:
+                found = dict(Refill(model, prompts, **asked).answers(range(3), 2))
+                works = [found[n] for n in range(3)] == plain
+            except Exception:  # a model may raise anything if it gets another cache
+                works = False
+        whole.can_refill = all(gather_object([works]))
+    return bool(whole.can_refill)
