@@ -82,6 +82,7 @@ class Config:
     # of `Rollouts`: one answer to each prompt, learned once
     group_size: ClassVar[int] = 1
     updates_per_rollout: ClassVar[int] = 1
+    dynamic_sampling: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         self.batch.micro_batch()  # refuses what does not divide

@@ -7,8 +7,8 @@ r"""Let a causal language model learn from rewards for its own answers: GRPO and
 Each step samples answers to some prompts and rewards them by `rewards` below. Answers that did
 better than others to the same prompt become more likely. GRPO: Shao et al., arXiv 2402.03300.
 Dr. GRPO: Liu et al., arXiv 2503.20783. DAPO: Yu et al., arXiv 2503.14476. Here, groups of equal
-rewards are left out, not sampled again, and by default there is no KL penalty. An answer that
---max_new_tokens cuts is rewarded for what is there.
+rewards are left out, or with --dynamic_sampling replaced, and by default there is no KL penalty. An
+answer that --max_new_tokens cuts is rewarded for what is there.
 """
 
 import sys
@@ -52,6 +52,8 @@ class Config:
     # Divide advantages by the standard deviation of the group's rewards (GRPO); Dr. GRPO does not
     scale_rewards: bool = True
     updates_per_rollout: Count = 1  # Optimizer steps on the same answers
+    # Where all rewards of a group are equal, sample another prompt, at most so often (DAPO)
+    dynamic_sampling: CountOrZero = 0
     epsilon_low: Positive = 0.2  # From two updates on, clip probability ratios at 1 - epsilon_low
     # From two updates on, clip them at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
     epsilon_high: Positive = 0.28

@@ -18,7 +18,7 @@ from tools import new
 # To the next hundred. 2026-11-29: what few runs need went into extras, the loaders and evaluations of templates came here;
 # optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
-# 2026-12-01: rows that end leave the batch of rollouts, others enter (1,100).
+# 2026-12-01: rows that end leave the batch of rollouts, others enter (1,300).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 2_800,
@@ -38,10 +38,10 @@ FOLDERS = {
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 89_500,
+    "distill": 89_600,
     "dpo": 85_100,
     "full_finetune": 77_500,
-    "grpo": 83_400,
+    "grpo": 83_600,
     "image_classification": 63_400,
     "lora_finetune": 80_900,
     "pretrain": 70_000,

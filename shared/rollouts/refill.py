@@ -47,9 +47,9 @@ class Refill:
         # forward of the wrapper would wait for the other ranks
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         context = context_of(without_adapters(model))
-        self.texts = [[*ids[-context:]] for ids in prompts]
-        self.begins = [len(ids) for ids in self.texts]
-        self.limits = [min(begin + max_new_tokens, context + 1) for begin in self.begins]
+        self.prompts = [[*ids[-context:]] for ids in prompts]
+        self.limits = [min(max_new_tokens, context + 1 - len(ids)) for ids in self.prompts]
+        self.found: list[list[int]] = [[] for _ in prompts]
         self.ends = ends
         self.draws = draws
 
@@ -72,19 +72,17 @@ class Refill:
                 going = self._go_on(rows, cache)
                 rows, ended = going, {*rows} - {*going}
             for number in ended:
-                yield number, self.texts[number][self.begins[number] :]
+                yield number, self.found[number]
 
     def _go_on(self, rows: list[int], cache: Any) -> list[int]:
         """Give these rows a segment more. Returns those that have not ended, whose the cache is."""
-        count = min(SEGMENT, *(self.limits[n] - len(self.texts[n]) for n in rows))
+        count = min(SEGMENT, *(self.limits[n] - len(self.found[n]) for n in rows))
         draws = None
         if self.draws is not None:
-            places = [len(self.texts[n]) - self.begins[n] for n in rows]
-            drawn = [self.draws[n, at : at + count] for n, at in zip(rows, places, strict=True)]
-            draws = np.stack(drawn)
+            draws = np.stack([self.draws[n, len(self.found[n]) :][:count] for n in rows])
         found = generate(
             self.model,
-            [self.texts[n] for n in rows],
+            [self.prompts[n] + self.found[n] for n in rows],
             max_new_tokens=count,
             ends=self.ends,
             draws=draws,
@@ -92,11 +90,11 @@ class Refill:
         )
         going = []
         for place, (number, ids) in enumerate(zip(rows, found, strict=True)):
-            self.texts[number] += ids
-            if ids[-1] not in self.ends and len(self.texts[number]) < self.limits[number]:
+            self.found[number] += ids
+            if ids[-1] not in self.ends and len(self.found[number]) < self.limits[number]:
                 going.append(place)
         rows = [rows[place] for place in going]
-        longest = max((len(self.texts[number]) for number in rows), default=2) - 1  # not the last
+        longest = max((len(self.prompts[n] + self.found[n]) for n in rows), default=2) - 1
         for layer in cache.layers:
             layer.keys, layer.values = (x[going, :, -longest:] for x in (layer.keys, layer.values))
         return rows
@@ -121,15 +119,15 @@ def can_refill(model: nn.Module) -> bool:
     whole: Any = without_adapters(model)
     if not hasattr(whole, "can_refill"):
         works = not (sees_padding(model) or kind_of(whole) or scaled_from(whole) < sys.maxsize)
-        works &= not any(isinstance(module, FSDPModule) for module in model.modules())
-        works &= not hasattr(model, "module") or isinstance(model, DistributedDataParallel)
+        works &= type(model) is DistributedDataParallel or not (
+            isinstance(model, FSDPModule) or hasattr(model, "module")
+        )
         prompts = [[*range(1, n)] for n in (9, 5, 7)]
         asked: Any = {"max_new_tokens": SEGMENT + 4, "ends": ()}
         if works:
-            plain = [generate(model, [ids], **asked)[0] for ids in prompts]
+            plain = {n: generate(model, [ids], **asked)[0] for n, ids in enumerate(prompts)}
             try:
-                found = dict(Refill(model, prompts, **asked).answers(range(3), 2))
-                works = [found[n] for n in range(3)] == plain
+                works = dict(Refill(model, prompts, **asked).answers(range(3), 2)) == plain
             except Exception:  # a model may raise anything if it gets another cache
                 works = False
         whole.can_refill = all(gather_object([works]))

@@ -28,6 +28,8 @@ from shared.training import defaults
 
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
+# row -> (token ids of its answer, numbers by name)
+Rewarded = dict[int, tuple[list[int], dict[str, float]]]
 
 
 class Rollouts:
@@ -38,9 +40,9 @@ class Rollouts:
     so that a checkpoint can hold them.
 
     Args:
-        config: of a template, with `group_size`, `updates_per_rollout`, `max_new_tokens` and
-            `batch`: a device learns per_device_train_batch_size answers at once, and samples
-            per_device_eval_batch_size.
+        config: of a template, with `group_size`, `updates_per_rollout`, `dynamic_sampling`,
+            `max_new_tokens` and `batch`: a device learns per_device_train_batch_size answers at
+            once, and samples per_device_eval_batch_size.
         prompts: to train on.
         share: what this process reads.
 
@@ -51,6 +53,7 @@ class Rollouts:
             advantages: [rows] fp32.
             old: [rows, max_new_tokens] fp32, the tokens' log-probabilities before the first of
             several updates.
+            prompts: [prompts] int64, with dynamic sampling: those that were answered at last.
     """
 
     def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
@@ -71,6 +74,9 @@ class Rollouts:
             "advantages": torch.zeros(rows),
             "old": torch.zeros(rows, self.max_new_tokens),
         }
+        self.attempts = config.dynamic_sampling
+        if self.attempts:
+            self.tensors["prompts"] = torch.zeros(batch.size, dtype=torch.int64)
 
     def describe(self) -> str:
         """How a global batch is made up, for the summary."""
@@ -96,11 +102,7 @@ class Rollouts:
         for step in range(start, stop):
             number = step // self.updates
             # later updates read no new prompts
-            prompts = (
-                self.order.indices(number)
-                if self.needs_answers(step + 1)
-                else np.zeros(0, np.int64)
-            )
+            prompts = self.order.indices(number)[: None if self.needs_answers(step + 1) else 0]
             yield Window(
                 micro_batches=[],
                 num_targets=0,
@@ -154,44 +156,60 @@ class Rollouts:
         """
         start = time.perf_counter()
         number = (run.state.step - 1) // self.updates
-        samples = [self.prompts.prompt(int(index)) for index in self.order.indices(number)]
-        rows = [sample for sample in samples for _ in range(self.group)]
-        draws = [
-            np.random.default_rng((self.order.seed, number, row)).random(self.max_new_tokens)
-            for row in range(len(rows))
-        ]
-        asked = [ids for ids, *_ in rows]
+        indices = self.order.indices(number).copy()
+        key: tuple[int, ...] = (self.order.seed, number)
         ends = ends_of(model, self.tokenizer, self.prompts.end)
         settings: Any = {"max_new_tokens": self.max_new_tokens, "ends": ends}
-        settings["draws"] = np.stack(draws)
-        if can_refill(model):
-            longest_first = np.argsort([-len(ids) for ids in asked], kind="stable").tolist()
-            mine = longest_first[self.share.rank :: self.share.world_size]
-            answered = Refill(model, asked, **settings).answers(mine, self.at_once)
-        else:
-            parts = batches_to_answer(model, asked, self.max_new_tokens, self.at_once, self.share)
-            answered = answer(model, asked, parts.tolist(), **settings)
-        rewarded: dict[int, tuple[list[int], dict[str, float]]] = {}
-        for row, ids in answered:
-            prompt, _, columns = rows[row]
-            before, text = written(self.tokenizer, prompt, ids, ends)
-            rewarded[row] = (ids, numbers_of(reward, text, columns | {"prompt": before}))
-        by_row = dict(gather_object(list(rewarded.items())))
-        answers, rewards = zip(*(by_row[row] for row in range(len(rows))), strict=True)
+        by_row: Rewarded = {}
+        equal = np.arange(len(indices))  # groups that teach nothing
+        resampled = 0
+        for attempt in range(1 + self.attempts):
+            if attempt:  # other prompts, and other draws
+                key = (self.order.seed, number, attempt)
+                draw = np.random.default_rng(key)
+                indices[equal] = draw.integers(len(self.prompts), size=len(equal))
+                resampled += len(equal)
+            rows = [n * self.group + k for n in equal.tolist() for k in range(self.group)]
+            samples = [self.prompts.prompt(int(indices[row // self.group])) for row in rows]
+            asked = [ids for ids, *_ in samples]
+            settings["draws"] = np.stack(
+                [np.random.default_rng((*key, row)).random(self.max_new_tokens) for row in rows]
+            )
+            if can_refill(model):
+                longest_first = sorted(range(len(asked)), key=lambda place: -len(asked[place]))
+                mine = longest_first[self.share.rank :: self.share.world_size]
+                answered = Refill(model, asked, **settings).answers(mine, self.at_once)
+            else:
+                of_rank = (self.max_new_tokens, self.at_once, self.share)
+                mine = batches_to_answer(model, asked, *of_rank).tolist()
+                answered = answer(model, asked, mine, **settings)
+            rewarded: Rewarded = {}
+            for place, ids in answered:
+                prompt, _, columns = samples[place]
+                before, text = written(self.tokenizer, prompt, ids, ends)
+                record = columns | {"prompt": before}
+                rewarded[rows[place]] = (ids, numbers_of(reward, text, record))
+            by_row |= dict(gather_object(list(rewarded.items())))
+            answers, rewards = zip(*(by_row[row] for row in range(len(by_row))), strict=True)
+            sums = torch.tensor([float(sum(parts.values())) for parts in rewards]).view(
+                -1, self.group
+            )
+            equal = np.flatnonzero(sums.amax(1) == sums.amin(1))
+            if not len(equal):
+                break
         self.tensors["answers"].fill_(-1)
         for row, ids in enumerate(answers):
             self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
         shown = [
             {
                 "step": run.state.step,
-                "prompt": self.tokenizer.decode(samples[0][0]),
+                "prompt": self.tokenizer.decode(self.prompts.prompt(int(indices[0]))[0]),
                 "answer": self.tokenizer.decode(ids),
                 "rewards": parts,
             }
             for ids, parts in zip(answers[: self.group], rewards, strict=False)
         ]
         keep_rows(run, "rollouts.jsonl", shown)
-        sums = torch.tensor([sum(parts.values()) for parts in rewards], dtype=torch.float32)
         means = {"reward": sums.mean().item()}
         for name in dict.fromkeys(name for parts in rewards for name in parts):
             means[f"reward/{name}"] = fmean(parts.get(name, 0.0) for parts in rewards)
@@ -200,7 +218,10 @@ class Rollouts:
             "cut_answers": fmean(ids[-1] not in ends for ids in answers),
             "rollout_seconds": time.perf_counter() - start,
         }
-        return sums.view(len(samples), self.group), means
+        if self.attempts:
+            self.tensors["prompts"].copy_(torch.from_numpy(indices))
+            means["resampled_groups"] = resampled
+        return sums, means
 
     # Learning -------------------------------------------------------------------------------------
 
@@ -221,6 +242,8 @@ class Rollouts:
             normalise: token, answer or constant.
         """
         indices = self.order.indices((step - 1) // self.updates)
+        if self.attempts:
+            indices = self.tensors["prompts"].numpy()
         prompts = [self.prompts.prompt(int(index))[0] for index in indices]
         answers = self.tensors["answers"].numpy()
         advantages = self.tensors["advantages"].numpy()

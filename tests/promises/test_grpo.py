@@ -63,6 +63,22 @@ def test_killed_between_two_updates_of_a_rollout_it_goes_on_bit_for_bit(base, tm
     assert answers(resumed) == answers(whole) and not audit.check(resumed.folder).problems
 
 
+@pytest.mark.parametrize(("config", "processes"), [("ddp", 2), slow("fsdp2", 2)])
+def test_groups_of_equal_rewards_are_sampled_again_and_a_kill_changes_nothing(base, tmp_path, config, processes):
+    """Of other prompts, the same on any launch; between two updates, the checkpoint knows which."""
+    plain = (*base, "--updates_per_rollout", 2, "--save_steps", 1)
+    given = (*plain, "--dynamic_sampling", 3)
+    one = learn_here("grpo", tmp_path / "one", *given)
+    left_out = learn_here("grpo", tmp_path / "plain", *plain).each("equal_groups")
+    assert max(one.each("resampled_groups")) > 0 and sum(one.each("equal_groups")) < sum(left_out)
+    whole = run("grpo", tmp_path / "whole", *given, processes=processes, config=config)
+    for name in (*LOGGED, "resampled_groups"):
+        assert whole.each(name) == pytest.approx(one.each(name), abs=2e-4), name
+    killed = with_fault("grpo", tmp_path / "run", "update:kill@4", *given, processes=processes, config=config)
+    assert killed.returncode
+    assert_same_bits(whole, run("grpo", tmp_path / "run", *given, processes=processes, config=config))
+
+
 def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_names_its_prompts(base, fault, tmp_path, capsys):
     """Three steps to a line, two to a rollout. Then a loss is not finite."""
     given = (*base, "--updates_per_rollout", 2, "--max_steps", 6)

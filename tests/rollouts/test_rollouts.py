@@ -47,7 +47,7 @@ def at(step: int) -> SimpleNamespace:
 
 
 def rollouts_of(prompts, tokenizer, share=None, *, updates=1, max_new_tokens=6, per_device=3, batch=4) -> Rollouts:
-    config = SimpleNamespace(group_size=4, updates_per_rollout=updates, max_new_tokens=max_new_tokens)
+    config = SimpleNamespace(group_size=4, dynamic_sampling=0, updates_per_rollout=updates, max_new_tokens=max_new_tokens)
     sizes = {"per_device_train_batch_size": per_device, "per_device_eval_batch_size": 5}
     config.batch = BatchConfig(global_batch_size=batch, **sizes)
     config.data = PromptConfig()
