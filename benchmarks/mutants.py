@@ -39,7 +39,7 @@ QUICK = 20.0  # seconds of tests that each change meets at first, as traced
 
 # Each file and the tests that it meets: those of its folder, the nearest first.
 TESTS: dict[str, str] = {
-    "data/order": "data/test_data.py extras/test_mixture.py training/test_steps.py",
+    "data/order": "data/test_data.py extras/test_mixture.py training/test_steps.py text/test_chat.py",
     "data/loader": "data/test_data.py data/test_prepared.py extras/test_mixture.py training/test_steps.py",
     "training/step": "training/test_steps.py extras/test_replicas.py",
     "training/optim": "training/test_optim.py training/test_defaults.py",
