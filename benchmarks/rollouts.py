@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from shared import demo
 from shared.answers.answers import answer, batches_to_answer
 from shared.data.loader import Share
-from shared.rollouts.refill import Refill, can_refill
+from shared.extras.refill import Refill, can_refill
 
 
 def planned(rng: np.random.Generator, rows: int, limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,6 @@ r"""Let a small causal language model learn what a larger one predicts: distilla
     accelerate launch templates/distill.py                               # offline demo, any machine
     accelerate launch templates/distill.py --model_name_or_path ORG/SMALL \
         --teacher_name_or_path ORG/LARGE --train_file chats.jsonl
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/distill.py \
-        --model_name_or_path ORG/SMALL --teacher_name_or_path ORG/LARGE --on_policy 0.5 \
-        --train_file chats.jsonl
 
 The student learns the teacher's probabilities of all tokens, not only which one the text has: on
 given conversations or, with --on_policy, on its own answers. Hinton et al., arXiv 1503.02531.
@@ -94,6 +91,8 @@ class Config:
             raise ConfigError("--teacher_adapter and --teacher_name_or_path: there is one teacher")
         if bool(self.on_policy) + bool(self.teacher_logits) + self.data.streaming > 1:
             raise ConfigError("--on_policy, --teacher_logits and --streaming: keep one of them")
+        if self.on_policy and (self.batch.find_batch_size or self.data.order == "length"):
+            raise ConfigError("--on_policy: drop --find_batch_size and --order length")
 
 
 # before torch is imported, so that --help and a mistyped flag answer at once
@@ -163,14 +162,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 class DistillationLoss(TokenLoss):
-    """The divergence from the teacher, summed over a micro-batch's target tokens.
-
-    Args:
-        config: the template's.
-        model: prepared.
-        teacher: see `build_teacher`.
-        data: to train and to validate on.
-    """
+    """The divergence of a prepared model from its teacher, summed over a micro-batch's targets."""
 
     def __init__(self, config: Config, model: Any, teacher: Any, data: ChatData) -> None:
         super().__init__(model)
@@ -194,8 +186,8 @@ class DistillationLoss(TokenLoss):
 
 
 def evaluate(run: Run, loss: DistillationLoss, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss of the validation samples, how far the student is from the teacher, and the
-    scores of answers to some prompts; before training those of the teacher, too.
+    """Log the loss of the validation samples, how far the student is from the teacher, and scores
+    of answers; before training the teacher's, too.
     """
     sums: dict[str, Any] = {}
 
@@ -209,9 +201,9 @@ def evaluate(run: Run, loss: DistillationLoss, data: ChatData, tokenizer: Any) -
         targets = samples.num_targets(np.arange(len(samples)))
         values |= {f"eval_{name}": run.sum(sums[name]).item() / targets for name in sums}
         if run.state.step == 0:
-            loss.teacher.answer(run, data.held_out, tokenizer, score)
-        scores = log_answers(run, loss.model, data.held_out, tokenizer, score)
-        run.log_evaluation(values | scores)
+            values |= loss.teacher.answer(run, data.held_out, tokenizer, score)
+        values |= log_answers(run, loss.model, data.held_out, tokenizer, score)
+        run.log_evaluation(values)
 
 
 def use_own_answers(run: Run, loss: DistillationLoss, rollouts: Rollouts, step: Step) -> bool:
@@ -243,12 +235,14 @@ def main(config: Config) -> None:
     # compiled and fused where that pays; from the newest checkpoint, if there is one
     fingerprint = f"{data.fingerprint} {teacher.identity}"
     run = setup.start(data.train, loss, fingerprint=fingerprint, makes=makes)
-    rollouts = Rollouts(run.config, train, tokenizer, sharding.share(setup.accelerator))
+    rollouts = None
+    if config.on_policy:
+        rollouts = Rollouts(run.config, train, tokenizer, sharding.share(setup.accelerator))
 
     if run.should_evaluate():
         evaluate(run, loss, data, tokenizer)
     for step in run.steps():
-        own = use_own_answers(run, loss, rollouts, step)
+        own = rollouts is not None and use_own_answers(run, loss, rollouts, step)
         for batch in step.micro_batches():
             step.backward(loss(batch, own=own, log=step.log))
         step.clip_gradients(config.optim.max_grad_norm)

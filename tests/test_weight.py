@@ -18,7 +18,7 @@ from tools import new
 # To the next hundred. 2026-11-29: what few runs need went into extras, the loaders and evaluations of templates came here;
 # optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
-# 2026-12-01: rows that end leave the batch of rollouts, others enter (1,300).
+# 2026-12-01: other prompts for groups that teach nothing (300).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 2_800,
@@ -31,17 +31,17 @@ FOLDERS = {
     "models": 22_300,
     "parallel": 3_700,
     "process": 3_700,
-    "rollouts": 4_800,
+    "rollouts": 3_800,
     "run": 19_000,
     "text": 20_700,
     "training": 3_200,
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 89_600,
+    "distill": 90_100,
     "dpo": 85_100,
     "full_finetune": 77_500,
-    "grpo": 83_600,
+    "grpo": 83_800,
     "image_classification": 63_400,
     "lora_finetune": 80_900,
     "pretrain": 70_000,
@@ -54,13 +54,14 @@ EXTRAS = {
     "averages": 300,
     "comparisons": 6_200,
     "deepspeed": 1_000,
-    "distillation": 3_900,
+    "distillation": 4_100,
     "experts": 2_500,
     "masked": 1_300,
     "mixture": 1_100,
     "optimizers": 1_800,
     "pipeline": 1_700,
     "proofs": 15_500,
+    "refill": 1_300,
     "rehearsal": 500,
     "remote": 1_200,
     "replicas": 1_600,
@@ -72,7 +73,7 @@ EXTRAS = {
     "tensor": 700,
     "vision": 5_700,
 }
-CORE = 115_800
+CORE = 114_800
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -19,6 +19,7 @@ EXTRAS = {
     "--layer_decay, --weights_dtype bf16",
     "pipeline": "pretrain_pipeline.py",
     "proofs": "python -m shared check, verify-launch, replay",
+    "refill": "answers that grpo.py and distill.py sample",
     "rehearsal": "--find_batch_size, --dress_rehearsal",
     "remote": "URLs of files",
     "replicas": "--sync_every",
@@ -32,12 +33,13 @@ EXTRAS = {
 }
 ALWAYS = {"proofs", "report"}  # in every project
 CANNOT_DO_WITHOUT = {
-    "distill": {"distillation"},
+    "distill": {"distillation", "refill"},
+    "grpo": {"refill"},
     "pretrain": {"optimizers"},
     "pretrain_pipeline": {"optimizers", "pipeline"},
     "token_classification": {"tagging"},
 }
-OF_A_TEMPLATE = {"distillation", "pipeline", "tagging"}  # of no other one
+OF_A_TEMPLATE = {"distillation", "pipeline", "refill", "tagging"}  # of no other one
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {

@@ -148,18 +148,22 @@ def generate(
     )
     before = whole.generation_config
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
-    with as_in_an_evaluation(model), _through(model, whole), chosen_by_answer(model, whole):
-        found = whole.generate(
-            rows,
-            attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([] if draws is None else [_Drawn(draws, longest)]),
-            past_key_values=cache,
-            # a forward of sharded weights takes all ranks
-            synced_gpus=cache is None and state.num_processes > 1,
-            **({} if beside is None else beside(rows)),
-        )
-    whole.generation_config = before
+    try:
+        with as_in_an_evaluation(model), _through(model, whole), chosen_by_answer(model, whole):
+            found = whole.generate(
+                rows,
+                attention_mask=(torch.arange(longest, device=device) >= padding[:, None]).long(),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList(
+                    [] if draws is None else [_Drawn(draws, longest)]
+                ),
+                past_key_values=cache,
+                # a forward of sharded weights takes all ranks
+                synced_gpus=cache is None and state.num_processes > 1,
+                **({} if beside is None else beside(rows)),
+            )
+    finally:
+        whole.generation_config = before
     answers = found[:, longest:].tolist()
     return [ids[: next((i for i, t in enumerate(ids, 1) if t in ends), None)] for ids in answers]
 

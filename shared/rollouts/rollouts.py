@@ -19,7 +19,6 @@ from shared.data.order import IGNORED, Batch, Row, micro_batches, training_order
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.parallel import sharding
-from shared.rollouts.refill import Refill, can_refill
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text.chat import Conversations
@@ -57,6 +56,9 @@ class Rollouts:
     """
 
     def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
+        from shared.extras import refill
+
+        self.engine = refill
         batch = config.batch
         batch.require_full_batch(len(prompts), "prompts")
         self.prompts = prompts
@@ -175,10 +177,10 @@ class Rollouts:
             settings["draws"] = np.stack(
                 [np.random.default_rng((*key, row)).random(self.max_new_tokens) for row in rows]
             )
-            if can_refill(model):
+            if self.engine.can_refill(model):
                 longest_first = sorted(range(len(asked)), key=lambda place: -len(asked[place]))
                 mine = longest_first[self.share.rank :: self.share.world_size]
-                answered = Refill(model, asked, **settings).answers(mine, self.at_once)
+                answered = self.engine.Refill(model, asked, **settings).answers(mine, self.at_once)
             else:
                 of_rank = (self.max_new_tokens, self.at_once, self.share)
                 mine = batches_to_answer(model, asked, *of_rank).tolist()

@@ -50,6 +50,8 @@ def read_conversations(
         return read_stream(config, tokenizer)
     kind: Any = chat.ToSamples
     if see_images(config.data):
+        if not hasattr(config, "vision"):
+            raise ConfigError("images are not learned here: --allow_unused_columns images")
         from shared.extras.vision.conversations import image_samples
 
         kind = image_samples(config, tokenizer)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.extras.distillation import compared
@@ -299,11 +300,11 @@ def test_keeping_goes_on_where_it_was_killed_and_damage_is_noticed(base, data, t
     asked = []
     original = kept._predictions
 
-    def counted(setup, model, samples, chosen):
+    def counted(setup, model, samples, chosen, width):
         asked.append(tuple(chosen.tolist()))
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return original(setup, model, samples, chosen)
+        return original(setup, model, samples, chosen, width)
 
     monkeypatch.setattr(kept, "_predictions", counted)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -311,7 +312,7 @@ def test_keeping_goes_on_where_it_was_killed_and_damage_is_noticed(base, data, t
     assert asked == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     learn_here("distill", tmp_path / "two", *base, *given)
     assert asked[3:] == [(8, 9, 10, 11), (12, 13)]  # the validation samples are the same ones
-    (part,) = (tmp_path / "kept").glob("*/000004")
+    part = max((tmp_path / "kept").glob("*-000000004"), key=lambda path: path.stat().st_mtime)
     values = np.load(part / kept.FILE)
     values[0, 0] += 1
     np.save(part / kept.FILE, values)
@@ -335,6 +336,7 @@ def test_what_cannot_be_is_one_line(data, base, large, tmp_path):
         (data, "which model teaches? Name it with --teacher_name_or_path"),
         ((*base, "--teacher_adapter", "x"), "--teacher_adapter and --teacher_name_or_path: there is one teacher"),
         ((*base, "--on_policy", 0.5, "--teacher_logits", tmp_path), "keep one of them"),
+        ((*base, "--on_policy", 0.5, "--order", "length"), "--on_policy: drop --find_batch_size and --order length"),
         ((*data, "--teacher_adapter", tmp_path / "none"), "--teacher_adapter"),
         ((*(w for w in data if w != "--no_full"), "--teacher_adapter", "x"), "an adapter is trained with --no_full"),
     ):
@@ -355,6 +357,32 @@ def test_another_tokenizer_is_refused_and_a_longer_one_is_said(tiny_model, capsy
 
     with pytest.raises(ConfigError, match=r"org/teacher: token 300 is 'ab', the student's is '.*': take a teacher with"):
         require_same_tokens(ours, Other(), "org/teacher")
+
+
+def test_an_adapter_of_another_base_or_without_safetensors_is_refused(data, tiny_model, tmp_path):
+    model = get_peft_model(load(tiny_model), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file({name.replace("layers", "other.layers"): value for name, value in load_file(file).items()}, file)
+    given = (*data, "--teacher_adapter", tmp_path / "adapter", "--output_dir", tmp_path / "run")
+    assert "is of another base" in refusal("distill", *given)
+    file.rename(tmp_path / "adapter/adapter_model.bin")
+    assert "there is no adapter_model.safetensors" in refusal("distill", *given)
+
+
+def test_a_wider_teacher_is_compared_in_what_both_have_live_and_kept(data, tiny_model, tmp_path):
+    """As of two sizes whose vocabularies are padded differently; with its scores before training."""
+    wider = make_model(tmp_path / "wider", hidden_size=48, initializer_range=0.2)
+    model = load(wider)
+    model.resize_token_embeddings(384, mean_resizing=False)
+    model.save_pretrained(wider)
+    given = (*data, "--teacher_name_or_path", wider, "--eval_answers", 3, "--order", "length", "--packing", "off")
+    live = learn_here("distill", tmp_path / "live", *given)
+    kept = learn_here("distill", tmp_path / "kept-run", *given, "--teacher_logits", tmp_path / "kept", "--top_k", 320)
+    assert kept.each("loss") == pytest.approx(live.each("loss"), rel=1e-4)
+    assert len(live.each("eval_teacher_token_f1")) == 1
+    narrow = (*given, "--seq_length", 300)
+    assert "is longer than the model's context of 256" in refusal("distill", *narrow, "--output_dir", tmp_path / "run")
 
 
 @pytest.mark.slow

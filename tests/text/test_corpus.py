@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 from shared.config.options import BatchConfig
 from shared.data import records, store
 from shared.data.loader import Share
-from shared.data.order import is_validation, permute
+from shared.data.order import IGNORED, is_validation, permute
 from shared.data.store import prepare_sources
 from shared.extras.streaming import sources
 from shared.extras.streaming.sources import open_stream
@@ -257,6 +257,22 @@ def test_rows_of_a_stream_are_transformed_by_seed_epoch_and_number(text_file, to
     assert one == read(0, 2, 0, each + 3) | read(1, 2, 0, each + 3)
     assert {key: ids for key, ids in one.items() if key[0] >= each} == read(0, 1, each, each + 3)
     assert all(one[0, number] != one[each, number] for number in range(4))
+
+
+def test_the_longest_rows_of_a_stream_are_viewed_and_transformed_too(text_file, tokenizer):
+    """Which three ranks of DDP, and rehearsals, try first."""
+
+    class Fewer:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __getitem__(self, index):
+            return {**self.rows[index], "labels": np.where(np.arange(16) < 3, 1, IGNORED)}
+
+    stream = make_stream(text_file, tokenizer)
+    stream.view, stream.transform = Fewer, lambda row: {**row, "input_ids": row["input_ids"] * 0}
+    batch = stream.longest(2)
+    assert (batch["labels"] != IGNORED).sum() == 6 and not batch["input_ids"].any()
 
 
 def test_a_stream_s_identity_changes_with_its_samples(text_file, tokenizer):

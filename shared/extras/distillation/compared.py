@@ -74,10 +74,14 @@ def at_head(model: Any, batch: Batch, use: Any, like: Any = None) -> torch.Tenso
         head.use = head.result = None
 
 
+def width_of(model: Any) -> int:
+    """How many logits a model gives."""
+    return int(without_adapters(model).config.get_text_config().vocab_size)
+
+
 def chunk_size(model: Any) -> int:
     """Tokens of a chunk."""
-    vocab = without_adapters(model).config.get_text_config().vocab_size
-    return max(MIN_CHUNK, MAX_LOGITS // vocab // COPIES)
+    return max(MIN_CHUNK, MAX_LOGITS // width_of(model) // COPIES)
 
 
 def compare(

@@ -4,7 +4,7 @@ log-probabilities, and its cross-entropy.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,18 @@ from shared.answers.answers import batches
 from shared.data import prepared
 from shared.data.loader import to_device
 from shared.data.order import IGNORED, Batch, Row
-from shared.extras.distillation.compared import Compared, at_head, chunk_size, targets_of
+from shared.extras.distillation.compared import (
+    Compared,
+    at_head,
+    chunk_size,
+    targets_of,
+    width_of,
+)
 from shared.parallel import sharding
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 
-PART = 1024  # samples of a file
+PART = 256  # samples of a file: as many are in memory at once
 FILE = "values.npy"  # [targets, k numbers of tokens, k log-probabilities, cross-entropy] fp32
 
 
@@ -49,14 +55,16 @@ class Kept:
             (data.train, train, numbers_of),
             (data.validation, data.held_out, lambda row: [chosen[row]]),
         ):
-            keep(setup, self.teacher, samples)
-            loader.samples = Taught(loader.samples, numbers, samples, setup.config)
+            parts = parts_of(setup.config, width_of(model), samples)
+            keep(setup, self.teacher, samples, parts, width_of(model))
+            loader.samples = Taught(loader.samples, numbers, samples, parts)
             loader.collate = partial(_collate, loader.collate)
         self.teacher = None
         return self
 
-    def answer(self, *_: Any) -> None:
+    def answer(self, *_: Any) -> dict[str, float]:
         """It cannot."""
+        return {}
 
     def __call__(self, batch: Batch) -> tuple[list[torch.Tensor], Any]:
         return [batch["taught"]], _predict
@@ -90,14 +98,14 @@ class Taught:
         rows: of samples.
         numbers_of: number of a row -> those of its samples.
         samples: `chat.Conversations`.
-        config: the template's.
+        parts: see `parts_of`.
     """
 
-    def __init__(self, rows: Any, numbers_of: Any, samples: Any, config: Any) -> None:
+    def __init__(self, rows: Any, numbers_of: Any, samples: Any, parts: list[Path]) -> None:
         self.rows = rows
         self.numbers_of = numbers_of
-        self.parts = [np.load(part / FILE, mmap_mode="r") for part in parts_of(config, samples)]
-        self.ends = np.cumsum(samples.targets)
+        self.parts = parts
+        self.ends = np.append(0, np.cumsum(samples.targets))
         self.lengths = getattr(rows, "lengths", None)
 
     def __len__(self) -> int:
@@ -108,24 +116,31 @@ class Taught:
 
     def _values(self, number: int) -> np.ndarray:
         part = number // PART
-        before = np.append(0, self.ends)[[part * PART, number, number + 1]]
-        return self.parts[part][before[1] - before[0] : before[2] - before[0]]
+        first, begin, end = self.ends[[part * PART, number, number + 1]]
+        return opened(self.parts[part])[begin - first : end - first]
 
     def __getitem__(self, index: int) -> Row:
         values = [self._values(int(number)) for number in self.numbers_of(index)]
         return {**self.rows[index], "taught": np.concatenate(values)}
 
 
-def parts_of(config: Any, samples: Any) -> list[Path]:
-    """The folders of what is kept for some samples."""
+@lru_cache(maxsize=64)  # open files
+def opened(part: Path) -> np.ndarray:
+    values: np.ndarray = np.load(part / FILE, mmap_mode="r")
+    return values
+
+
+def parts_of(config: Any, width: int, samples: Any) -> list[Path]:
+    """The folders of what is kept for some samples, of the first `width` tokens."""
     of = {name: getattr(config, name) for name in ("top_k", "temperature")}
-    folder = Path(config.teacher_logits) / prepared.fingerprint(data=samples.fingerprint, **of)
-    return [folder / f"{number:06}" for number in range(0, len(samples), PART)]
+    key = prepared.fingerprint(data=samples.fingerprint, width=width, **of)
+    numbers = range(0, len(samples), PART)
+    return [Path(config.teacher_logits) / f"{key}-{number:09}" for number in numbers]
 
 
-def all_kept(config: Any, *split: Any) -> bool:
+def all_kept(config: Any, width: int, *split: Any) -> bool:
     """Whether nothing is missing or damaged. Every rank calls this."""
-    parts = [part for samples in split for part in parts_of(config, samples)]
+    parts = [part for samples in split for part in parts_of(config, width, samples)]
     return on_main(lambda: all(map(prepared.usable, parts)))
 
 
@@ -155,14 +170,14 @@ def claimed(config: Any, identity: str | None) -> str:
     return on_main(on_disk)
 
 
-def keep(setup: Any, teacher: Any, samples: Any) -> None:
+def keep(setup: Any, teacher: Any, samples: Any, parts: list[Path], width: int) -> None:
     """Write what a teacher predicts for all samples, part by part. Parts that are there whole, by
     their hashes, stay. Every rank calls this.
     """
-    for place, part in enumerate(tqdm(parts_of(setup.config, samples), "teacher", disable=None)):
+    for place, part in enumerate(tqdm(parts, "teacher", disable=None)):
         if teacher is not None and not on_main(partial(prepared.usable, part)):
             chosen = np.arange(len(samples))[place * PART :][:PART]
-            values = np.concatenate(_predictions(setup, teacher, samples, chosen))
+            values = np.concatenate(_predictions(setup, teacher, samples, chosen, width))
             prepared.build_once(part, partial(_write, values))
 
 
@@ -170,7 +185,9 @@ def _write(values: np.ndarray, folder: Path) -> None:
     np.save(folder / FILE, values)
 
 
-def _predictions(setup: Any, teacher: Any, samples: Any, chosen: np.ndarray) -> list[np.ndarray]:
+def _predictions(
+    setup: Any, teacher: Any, samples: Any, chosen: np.ndarray, width: int
+) -> list[np.ndarray]:
     """For each chosen sample, [targets, 2 k + 1]. Ranks share the work."""
     config = setup.config
 
@@ -178,8 +195,8 @@ def _predictions(setup: Any, teacher: Any, samples: Any, chosen: np.ndarray) -> 
         made = []
         size = chunk_size(teacher.model)
         for part, label in zip(states.split(size), labels.split(size), strict=True):
-            logits = logits_of(part)
-            best = (logits / config.temperature).log_softmax(-1).topk(config.top_k)
+            logits = logits_of(part)[:, :width]  # the teacher may have rows that no token uses
+            best = (logits / config.temperature).log_softmax(-1).topk(min(config.top_k, width))
             loss = F.cross_entropy(logits, label, reduction="none")
             made.append(torch.cat([best.indices, best.values, loss[:, None]], 1))
         return torch.cat(made)

@@ -18,12 +18,13 @@ from transformers import AutoConfig
 from shared import demo
 from shared.answers.answers import log_answers
 from shared.data.order import Batch
-from shared.extras.distillation.compared import Compared, OpenHead, at_head
+from shared.extras.distillation.compared import Compared, OpenHead, at_head, width_of
 from shared.extras.distillation.kept import Kept, all_kept, claimed
 from shared.models.adapters import load_base
 from shared.models.blocks import repeated_blocks
+from shared.models.checks import require_tokens_fit
 from shared.models.fused_head import fuse_head
-from shared.models.hub import from_hub, identity_of_weights
+from shared.models.hub import file_of, from_hub, identity_of_weights
 from shared.models.isolation import isolate_documents
 from shared.models.options import AdapterConfig
 from shared.models.tokenizers import load_tokenizer
@@ -78,12 +79,14 @@ class Live:
             return self
         return Kept(claimed(setup.config, self.identity), self).begin(setup, model, data)
 
-    def answer(self, run: Any, held_out: Any, tokenizer: Any, score: Any) -> None:
-        """Print what it answers to validation prompts. Every rank calls this."""
-        if run.config.show_answers:
-            print_main("what the teacher answers, then the student:")
-            with self.teaching():
-                log_answers(run, self.model, held_out, tokenizer, score)
+    def answer(self, run: Any, held_out: Any, tokenizer: Any, score: Any) -> dict[str, float]:
+        """Print what it answers to validation prompts. Returns the means of its scores, as
+        `eval_teacher_NAME`. Every rank calls this.
+        """
+        print_main("what the teacher answers, then the student:")
+        with self.teaching():
+            means = log_answers(run, self.model, held_out, tokenizer, score)
+        return {f"eval_teacher_{name[5:]}": value for name, value in means.items()}
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> tuple[list[torch.Tensor], Any]:
@@ -137,11 +140,16 @@ def load_teacher(setup: Any, tokenizer: Any, name: str, *, in_4bit: bool) -> Liv
     adapter = AdapterConfig(load_in_4bit=in_4bit)
     # whole: what FSDP loads in shards is made for `setup.prepare`
     model = load_base(name, adapter, setup.config.speed, accelerator, to_merge=not in_4bit)
-    model = model.requires_grad_(False).eval().to(accelerator.device)
+    config = setup.config
+    length = config.data.seq_length + config.max_new_tokens * bool(config.on_policy)
+    require_tokens_fit(model, tokenizer, length, f"{name}: --seq_length, and --max_new_tokens,")
+    model = model.requires_grad_(False).eval()
     if accelerator.distributed_type == DistributedType.FSDP:
-        for block in repeated_blocks(model):
+        for block in repeated_blocks(model):  # each goes to the device when it is cut
             fully_shard(block)
         fully_shard(model)  # what is left, with the head, stays whole after its first forward
+    else:
+        model.to(accelerator.device)
     where = "in 4 bits" if in_4bit else f"in {model.dtype}"
     setup.about["teacher"] = f"{name}, {where}"
     fuse_head(accelerator, model, kind=OpenHead)
@@ -172,9 +180,13 @@ def add_adapter(setup: Any, student: Any, name: str) -> Live:
         ConfigError: it does not fit the base, or changes the head.
     """
     try:
-        student.load_adapter(name, ADAPTER, is_trainable=False)
+        if not file_of(name, "adapter_model.safetensors"):
+            raise ConfigError(f"--teacher_adapter {name}: there is no adapter_model.safetensors")
+        keys = student.load_adapter(name, ADAPTER, is_trainable=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--teacher_adapter {name}: {first_line(error)}") from None
+    if wrong := [*keys.missing_keys, *keys.unexpected_keys]:
+        raise ConfigError(f"--teacher_adapter {name}: is of another base: {wrong[0]}")
     if hasattr(student.get_output_embeddings(), "lora_A"):
         raise ConfigError(f"--teacher_adapter {name}: changes the head: merge it, and name that")
     student.set_adapter("default")
@@ -208,7 +220,7 @@ def build_teacher(setup: Any, tokenizer: Any, student: Any, train: Any, held_out
     name = config.teacher_adapter or config.teacher_name_or_path
     if name is None and config.model_name_or_path == str(demo.MODEL):
         name = str(TEACHER)
-    if config.teacher_logits and all_kept(config, train, held_out):
+    if config.teacher_logits and all_kept(config, width_of(student), train, held_out):
         setup.about["teacher"] = f"kept in {config.teacher_logits}"
         return Kept(claimed(config, name and identity_of(config, name)))
     if name is None:

@@ -370,7 +370,8 @@ class Stream(Streamed):
         """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
         long.
         """
-        return self.batch(InMemory({0: next(self.sequences())}), [0] * rows)
+        samples: Any = InMemory({0: next(self.sequences())})
+        return self.batch(self.view(samples) if self.view else samples, [0] * rows)
 
 
 def _row(tokens: np.ndarray) -> Row:

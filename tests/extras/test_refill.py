@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shared.extras import refill
+from shared.extras.refill import Refill, can_refill, joined
 from shared.models.generation import generate
-from shared.rollouts import refill
-from shared.rollouts.refill import Refill, can_refill
 from tests.model_families import make
 
 # Rows of keys and values alone; what keeps a state of another shape, or sees padding, is answered as before.
@@ -63,7 +63,17 @@ def test_answers_are_those_of_each_prompt_alone(family, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_what_keeps_more_than_keys_and_values_is_answered_as_before(family, tmp_path):
-    assert not can_refill(loaded(family, tmp_path))
+    model = loaded(family, tmp_path)
+    model.generation_config.eos_token_id = [7, 8]
+    assert not can_refill(model) and model.generation_config.eos_token_id == [7, 8]
+
+
+def test_rows_that_differ_by_rounding_are_refilled_and_others_are_not(tmp_path, monkeypatch):
+    model = loaded("llama", tmp_path).bfloat16()
+    assert can_refill(model)
+    del model.can_refill
+    monkeypatch.setattr(refill, "joined", lambda one, other: joined(other, one))  # rows get others' keys
+    assert not can_refill(model)
 
 
 def test_no_row_is_computed_after_its_end_but_for_its_segment(tmp_path, monkeypatch):
