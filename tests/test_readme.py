@@ -293,7 +293,7 @@ def test_an_edit_of_the_step_applies(edit, tmp_path):
 # tests/extras/test_remote.py reads such files from servers of its own.
 STANDS_FOR = {
     "tiny_model": "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct Qwen/Qwen3-VL-8B-Instruct runs/sft/final "
-    "google-bert/bert-base-uncased news/smollm2 headlines/minilm",
+    "google-bert/bert-base-uncased news/smollm2 headlines/minilm Qwen/Qwen3-0.6B Qwen/Qwen3-8B",
     "masked": "answerdotai/ModernBERT-base",
     "instruct": "Qwen/Qwen2.5-1.5B-Instruct",
     "convnext": "facebook/convnext-tiny-224",
@@ -370,6 +370,7 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
         "text_classification": {"--seq_length": "64"},
         "token_classification": {"--seq_length": "64"},
     }
+    of_template["distill"] = {"--seq_length": "64", "--eval_samples": "4", "--show_answers": "0"}
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
     extra |= of_template.get(template, {"--eval_samples": "4"})
     extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
