@@ -15,6 +15,7 @@ PRETRAIN = ["--vocab_size", 300, "--seq_length", 32, "--config_overrides", SHAPE
 # What the summary says of the kernels that were chosen, and the kernels of attention that ran.
 CHOSEN = {
     "pretrain": ("fused with the head", {"flash"}),
+    "distill": ("fused with the head", {"variable lengths", "flash", "efficient with a mask"}),
     "lora_finetune": ("of variable lengths, without a mask", {"variable lengths", "flash", "efficient with a mask"}),
     "image_classification": ("channels last", set()),
     "text_classification": ("single_label", {"efficient with a mask", "flash"}),
@@ -23,7 +24,11 @@ CHOSEN = {
 
 
 @pytest.fixture(
-    params=["pretrain", "lora_finetune", *map(slow, ("image_classification", "text_classification", "pretrain_pipeline"))]
+    params=[
+        "pretrain",
+        "lora_finetune",
+        *map(slow, ("distill", "image_classification", "text_classification", "pretrain_pipeline")),
+    ]
 )
 def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
     """(template, flags, processes, launch config, precision)"""
@@ -32,8 +37,9 @@ def case(request, text_file, chat_file, tiny_model, image_folder, architectures,
         return template, [*PRETRAIN, "--train_file", text_file, *COMMON], *alone
     if template == "pretrain_pipeline":
         return template, [*PRETRAIN, "--train_file", text_file, *COMMON], 2, "ddp", "bf16"
-    if template == "lora_finetune":
+    if template in ("lora_finetune", "distill"):
         flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
+        flags += ["--teacher_name_or_path", tiny_model] if template == "distill" else []
         return template, [*flags, *COMMON], *alone
     if template == "text_classification":
         return template, ["--seq_length", 64, "--dataloader_num_workers", 1, *COMMON], *alone
