@@ -33,7 +33,7 @@ _PATTERNS = [
     re.compile(rf"()(?<![A-Za-z0-9])(?:{'|'.join(TOKENS)})"),
     re.compile(
         r"(-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----)"
-        r"[^-]+(?:-(?!----)[^-]*)*+"
+        r"[^-]+(?:-(?!----)[^-]*)*"
     ),
     re.compile(r"(wandb login )[0-9a-f]{40}"),
     re.compile(rf"(?i)(authorization{_IS}(?:basic |token |bearer )?){_VALUE}"),
