@@ -44,7 +44,7 @@ class Refill:
         ends: Sequence[int],
         draws: np.ndarray | None = None,
     ) -> None:
-        # forward of the wrapper would wait for the other ranks
+        # inside of DDP, whose forward waits for the other ranks
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         context = context_of(without_adapters(model))
         self.prompts = [[*ids[-context:]] for ids in prompts]

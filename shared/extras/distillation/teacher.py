@@ -83,7 +83,8 @@ class Live:
         """Print what it answers to validation prompts. Returns the means of its scores, as
         `eval_teacher_NAME`. Every rank calls this.
         """
-        print_main("what the teacher answers, then the student:")
+        if run.config.show_answers:
+            print_main("what the teacher answers, then the student:")
         with self.teaching():
             means = log_answers(run, self.model, held_out, tokenizer, score)
         return {f"eval_teacher_{name[5:]}": value for name, value in means.items()}
@@ -124,7 +125,7 @@ def _predict(
     )
 
 
-def load_teacher(setup: Any, tokenizer: Any, name: str, *, in_4bit: bool) -> Live:
+def load_teacher(setup: Any, tokenizer: Any, name: str) -> Live:
     """The model at `name`, frozen, in the launch's precision, on the device; FSDP shards it. Every
     rank calls this.
 
@@ -137,10 +138,11 @@ def load_teacher(setup: Any, tokenizer: Any, name: str, *, in_4bit: bool) -> Liv
     """
     require_same_tokens(tokenizer, load_tokenizer(name), name)
     accelerator = setup.accelerator
+    config = setup.config
+    in_4bit = config.teacher_load_in_4bit
     adapter = AdapterConfig(load_in_4bit=in_4bit)
     # whole: what FSDP loads in shards is made for `setup.prepare`
-    model = load_base(name, adapter, setup.config.speed, accelerator, to_merge=not in_4bit)
-    config = setup.config
+    model = load_base(name, adapter, config.speed, accelerator, to_merge=not in_4bit)
     length = config.data.seq_length + config.max_new_tokens * bool(config.on_policy)
     require_tokens_fit(model, tokenizer, length, f"{name}: --seq_length, and --max_new_tokens,")
     model = model.requires_grad_(False).eval()
@@ -153,7 +155,7 @@ def load_teacher(setup: Any, tokenizer: Any, name: str, *, in_4bit: bool) -> Liv
     where = "in 4 bits" if in_4bit else f"in {model.dtype}"
     setup.about["teacher"] = f"{name}, {where}"
     fuse_head(accelerator, model, kind=OpenHead)
-    return Live(model, identity_of(setup.config, name))
+    return Live(model, identity_of(config, name))
 
 
 def require_same_tokens(tokenizer: Any, other: Any, name: str) -> None:
@@ -227,7 +229,7 @@ def build_teacher(setup: Any, tokenizer: Any, student: Any, train: Any, held_out
         raise ConfigError("which model teaches? Name it with --teacher_name_or_path")
     if config.teacher_adapter:
         return add_adapter(setup, student, name)
-    teacher = load_teacher(setup, tokenizer, name, in_4bit=config.teacher_load_in_4bit)
+    teacher = load_teacher(setup, tokenizer, name)
     if config.data.packing != "off" and not config.teacher_logits:
         apart, why = isolate_documents(
             teacher.model,
