@@ -117,6 +117,12 @@ def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     return {"correct": solves(answer, right), "format": 0.1 * bool(numbers_in(answer))}
 
 
+def turn(messages: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """With --max_turns: messages of tools or a user that follow the last answer, which are not
+    learned; None where it ends. `rewards` gets the last answer; `prompt` is all before it."""
+    return None
+
+
 def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module:
     """The frozen base with trainable adapters; with --full all weights. Without dropout."""
     longest = int(train.lengths.max()) + 1 + setup.config.max_new_tokens
@@ -168,10 +174,11 @@ class PolicyLoss(TokenLoss):
         return (losses * batch["weights"]).sum()
 
 
-def evaluate(run: Run, model: nn.Module, held_out: Conversations, tokenizer: Any) -> None:
+def evaluate(run: Run, model: nn.Module, held_out: Conversations, rollouts: Rollouts) -> None:
     """Log the rewards of answers to validation prompts, decoded greedily."""
+    asked = (held_out, rollouts.tokenizer, with_total(rewards), rollouts.turns)
     with run.evaluating(model):
-        run.log_evaluation(log_answers(run, model, held_out, tokenizer, with_total(rewards)))
+        run.log_evaluation(log_answers(run, model, *asked))
 
 
 def train_step(run: Run, loss: PolicyLoss, rollouts: Rollouts, step: Step) -> None:
@@ -202,7 +209,7 @@ def main(config: Config) -> None:
     setup.about["data"] = describe(train, held_out, config.data)
     setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
-    rollouts = prepare_rollouts(setup, train, tokenizer)  # take the place of a loader
+    rollouts = prepare_rollouts(setup, train, tokenizer, turn)  # take the place of a loader
     # on the device, sharded as the launch config says
     model, _ = setup.prepare(model, optim.build(model, setup.config.optim))
     loss = PolicyLoss(config, model)
@@ -211,11 +218,11 @@ def main(config: Config) -> None:
     run = setup.start(rollouts, loss, fingerprint=fingerprint(train, held_out), makes=makes)
 
     if run.should_evaluate():
-        evaluate(run, model, held_out, tokenizer)
+        evaluate(run, model, held_out, rollouts)
     for step in run.steps():
         train_step(run, loss, rollouts, step)
         if run.should_evaluate():
-            evaluate(run, model, held_out, tokenizer)
+            evaluate(run, model, held_out, rollouts)
     run.load_best_weights()
     save_tuned(run, model, tokenizer, title="tuned by rewards", end=train.end)
     files = f"wrote {run.dir}/final; curves.png, metrics.jsonl and rollouts.jsonl beside it"

@@ -29,6 +29,7 @@ EXTRAS = {
     "tagging": "token_classification.py",
     "tars": "tar files of images",
     "tensor": "accelerate_configs/tensor_parallel.yaml",
+    "turns": "--max_turns",
     "vision": "conversations with images",
 }
 ALWAYS = {"proofs", "report"}  # in every project
@@ -39,7 +40,8 @@ CANNOT_DO_WITHOUT = {
     "pretrain_pipeline": {"optimizers", "pipeline"},
     "token_classification": {"tagging"},
 }
-OF_A_TEMPLATE = {"distillation", "pipeline", "refill", "tagging"}  # of no other one
+OF_A_TEMPLATE = {"distillation", "pipeline", "refill", "tagging", "turns"}  # of no other one
+CAN_USE = {"grpo": {"turns"}}  # of these
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {
@@ -84,7 +86,7 @@ def useful(names: Iterable[str]) -> set[str]:
         for name in names
         for extra in EXTRAS.keys()
         - WITHOUT_USE[name]
-        - OF_A_TEMPLATE.difference(CANNOT_DO_WITHOUT.get(name, set()))
+        - OF_A_TEMPLATE.difference(CANNOT_DO_WITHOUT.get(name, set()), CAN_USE.get(name, set()))
     }
 
 

@@ -125,7 +125,7 @@ def answer(
 
 
 def log_answers(
-    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score
+    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score, turns: Any = None
 ) -> dict[str, float]:
     """Let the model answer validation prompts, score the answers and log them: in answers.jsonl, as
     a table in W&B, and the ten worst of the latest evaluation in evaluation.json. Inside of
@@ -139,6 +139,7 @@ def log_answers(
         score: (answer, record) -> numbers by name. Texts are as of `written`. The record has the
             columns of the data that are not learned, as they are there, the text `prompt`, and the
             text `reference` if an answer is learned.
+        turns: `turns.Turns`, for several answers in a conversation: the last one is scored.
 
     Returns:
         The means of the scores as `eval_NAME`, the same on all ranks; empty without --eval_answers.
@@ -163,7 +164,9 @@ def log_answers(
         ends=ends,
         images=images,
     )
-    answered: list[tuple[int, dict[str, Any]]] = []
+    if turns:
+        answers = turns.last_answers(model, samples, config, ends, share)
+    answered: list[Any] = []
     for number, ids in answers:
         prompt, reference, others = samples[number]
         before, text = written(tokenizer, prompt, ids, ends)
@@ -180,7 +183,7 @@ def log_answers(
         }
         answered.append((number, row))
     by_number = dict(gather_object(answered))  # a rank without rows answers the first prompt
-    rows = [by_number[number] for number in range(len(chosen))]
+    rows = [by_number[number] for number in sorted(by_number)]
     for row in rows[:shown]:
         show(row)
     keep_rows(run, FILE, rows)
@@ -188,12 +191,11 @@ def log_answers(
     if images is not None and run.is_main and images.draw(picture, rows):
         run.logger.tracker.log_picture("answers", picture)
     names = dict.fromkeys(name for row in rows for name in row["scores"])
-    columns = ["prompt", "reference", "answer"]
+    columns = ["step", "prompt", "reference", "answer"]
     table = [
-        [str(run.state.step), *(row[name] for name in columns), *map(row["scores"].get, names)]
-        for row in rows
+        [*(str(row[name]) for name in columns), *map(row["scores"].get, names)] for row in rows
     ]
-    run.logger.tracker.log_table("answers", ["step", *columns, *names], table)
+    run.logger.tracker.log_table("answers", [*columns, *names], table)
     if not config.eval_answers:
         return {}
     if cut := sum(row["cut"] for row in rows):
@@ -218,8 +220,8 @@ def log_answers(
         scored = [row for row in rows if by in row["scores"]]
         scored.sort(key=lambda row: row["scores"][by], reverse=better(by) == "lower")
         report = {"step": run.state.step, **means, f"worst by {by}": scored[:10]}
-        with (run.dir / "evaluation.json").open("w", encoding="utf-8") as file:
-            json.dump(redact(report), file, indent=1)
+        text = json.dumps(redact(report), indent=1)
+        (run.dir / "evaluation.json").write_text(text, encoding="utf-8")
     return means
 
 

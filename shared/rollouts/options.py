@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shared.config.types import Count
 from shared.text.options import Length, RecordsConfig
 
 
@@ -13,3 +14,6 @@ class PromptConfig(RecordsConfig):
     prompt_column: str | None = None
     system_prompt: str | None = None  # System message before each prompt; needs a chat template
     seq_length: Length = 512  # Tokens of a prompt, at most; longer ones are left out and counted
+    # Answers in a conversation, at most: `turn` in the template writes what follows one. All of it
+    # has to fit --max_new_tokens
+    max_turns: Count = 1

@@ -56,11 +56,14 @@ class ToPrompts(chat.ToSamples):
         self.allowed += OF_REWARDS
         self.column = config.prompt_column
         self.system = config.system_prompt
+        self.has_turns = config.max_turns > 1
         if self.system and not self.encoder.has_own_template:
             raise ConfigError("--system_prompt needs a model with a chat template")
 
     def identity(self) -> Any:
-        return super().identity() | {"prompts": [self.column, self.system]}
+        return super().identity() | {
+            "prompts": [self.column, self.system, *["turns"] * self.has_turns]
+        }
 
     def recognise(self, record: dict[str, Any], where: str) -> str:
         """The column of the prompt. Raises ConfigError if there is none."""
@@ -100,6 +103,13 @@ class ToPrompts(chat.ToSamples):
         if example.messages:
             for end in self.encoder.end_tokens - {self.encoder.tokenizer.eos_token_id}:
                 notes.add(f"end {end}")
+        if self.has_turns:
+            if not example.messages:
+                raise ConfigError(
+                    f"{where}: --max_turns needs messages, or a model with a chat template"
+                )
+            record["conversation"] = example.messages
+            notes.add("unused conversation")
         if not 0 < len(ids) <= self.seq_length:
             notes.add("long", where)
             return []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,17 @@ Reward = Callable[[str, dict[str, Any]], dict[str, float]]
 Rewarded = dict[int, tuple[list[int], dict[str, float]]]
 
 
+def plain(ids: Iterable[int]) -> list[int]:
+    """Token ids of a conversation, without marks: -2 - id stands for a token between answers."""
+    return [max(token, -2 - token) for token in ids]
+
+
+def divided(prompt: list[int], ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(what is before the last answer, that answer) of what follows a prompt, as of `plain`."""
+    begin = max((place for place, token in enumerate(ids, 1) if token < 0), default=0)
+    return prompt + plain(ids[:begin]), [*ids[begin:]]
+
+
 class Rollouts:
     """The data of a run that learns from its own answers: takes the place of a `Loader`.
 
@@ -44,18 +56,27 @@ class Rollouts:
             once, and samples per_device_eval_batch_size.
         prompts: to train on.
         share: what this process reads.
+        turns: `turns.Turns`, for several answers in a conversation.
 
     Attributes:
         tensors: on the CPU, by row; row i answers prompt i // group_size of the
             global batch.
-            answers: [rows, max_new_tokens] int64, -1 after an answer's end.
+            answers: [rows, max_new_tokens] int64, -1 after an answer's end. Between the answers of
+            a conversation, -2 - id is a token that was not sampled, and is not learned.
             advantages: [rows] fp32.
             old: [rows, max_new_tokens] fp32, the tokens' log-probabilities before the first of
             several updates.
             prompts: [prompts] int64, with dynamic sampling: those that were answered at last.
     """
 
-    def __init__(self, config: Any, prompts: Conversations, tokenizer: Any, share: Share) -> None:
+    def __init__(
+        self,
+        config: Any,
+        prompts: Conversations,
+        tokenizer: Any,
+        share: Share,
+        turns: Any = None,
+    ) -> None:
         from shared.extras import refill
 
         self.engine = refill
@@ -65,6 +86,7 @@ class Rollouts:
         self.tokenizer = tokenizer
         self.order = training_order(prompts, batch, config.data, drop_last=True)
         self.share = share
+        self.turns = turns
         self.group = config.group_size
         self.updates = config.updates_per_rollout
         self.max_new_tokens = config.max_new_tokens
@@ -161,7 +183,7 @@ class Rollouts:
         indices = self.order.indices(number).copy()
         key: tuple[int, ...] = (self.order.seed, number)
         ends = ends_of(model, self.tokenizer, self.prompts.end)
-        settings: Any = {"max_new_tokens": self.max_new_tokens, "ends": ends}
+        ask = partial(self._answers, model, ends)
         by_row: Rewarded = {}
         equal = np.arange(len(indices))  # groups that teach nothing
         resampled = 0
@@ -174,21 +196,19 @@ class Rollouts:
             rows = [n * self.group + k for n in equal.tolist() for k in range(self.group)]
             samples = [self.prompts.prompt(int(indices[row // self.group])) for row in rows]
             asked = [ids for ids, *_ in samples]
-            settings["draws"] = np.stack(
+            draws = np.stack(
                 [np.random.default_rng((*key, row)).random(self.max_new_tokens) for row in rows]
             )
-            if self.engine.can_refill(model):
-                longest_first = sorted(range(len(asked)), key=lambda place: -len(asked[place]))
-                mine = longest_first[self.share.rank :: self.share.world_size]
-                answered = self.engine.Refill(model, asked, **settings).answers(mine, self.at_once)
+            if self.turns is None:
+                answered = ask(asked, self.max_new_tokens, draws)
             else:
-                of_rank = (self.max_new_tokens, self.at_once, self.share)
-                mine = batches_to_answer(model, asked, *of_rank).tolist()
-                answered = answer(model, asked, mine, **settings)
+                limits: Any = {"max_new_tokens": self.max_new_tokens, "ends": ends, "draws": draws}
+                records = [columns for *_, columns in samples]
+                answered = self.turns.answers(ask, asked, records, **limits)
             rewarded: Rewarded = {}
             for place, ids in answered:
                 prompt, _, columns = samples[place]
-                before, text = written(self.tokenizer, prompt, ids, ends)
+                before, text = written(self.tokenizer, *divided(prompt, ids), ends)
                 record = columns | {"prompt": before}
                 rewarded[rows[place]] = (ids, numbers_of(reward, text, record))
             by_row |= dict(gather_object(list(rewarded.items())))
@@ -206,7 +226,7 @@ class Rollouts:
             {
                 "step": run.state.step,
                 "prompt": self.tokenizer.decode(self.prompts.prompt(int(indices[0]))[0]),
-                "answer": self.tokenizer.decode(ids),
+                "answer": self.tokenizer.decode(plain(ids)),
                 "rewards": parts,
             }
             for ids, parts in zip(answers[: self.group], rewards, strict=False)
@@ -216,7 +236,7 @@ class Rollouts:
         for name in dict.fromkeys(name for parts in rewards for name in parts):
             means[f"reward/{name}"] = fmean(parts.get(name, 0.0) for parts in rewards)
         means |= {
-            "answer_tokens": fmean(map(len, answers)),
+            "answer_tokens": (self.tensors["answers"] >= 0).sum(1).float().mean().item(),
             "cut_answers": fmean(ids[-1] not in ends for ids in answers),
             "rollout_seconds": time.perf_counter() - start,
         }
@@ -224,6 +244,23 @@ class Rollouts:
             self.tensors["prompts"].copy_(torch.from_numpy(indices))
             means["resampled_groups"] = resampled
         return sums, means
+
+    def _answers(
+        self,
+        model: nn.Module,
+        ends: list[int],
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        draws: np.ndarray,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of a prompt, token ids of its answer) for this rank's part."""
+        settings: Any = {"max_new_tokens": max_new_tokens, "ends": ends, "draws": draws}
+        if self.engine.can_refill(model):
+            longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+            mine = longest_first[self.share.rank :: self.share.world_size]
+            return self.engine.Refill(model, prompts, **settings).answers(mine, self.at_once)
+        batches = batches_to_answer(model, prompts, max_new_tokens, self.at_once, self.share)
+        return answer(model, prompts, batches.tolist(), **settings)
 
     # Learning -------------------------------------------------------------------------------------
 
@@ -253,7 +290,8 @@ class Rollouts:
         differ = advantages.reshape(-1, self.group).any(1)
         # all of them, if none differ
         kept = np.flatnonzero(np.repeat(differ | ~differ.any(), self.group))
-        lengths = counts[kept] + [len(prompts[row // self.group]) for row in kept]
+        after = (answers != -1).sum(1)
+        lengths = after[kept] + [len(prompts[row // self.group]) for row in kept]
         tokens = int(counts[kept].sum())
         weights = {
             "token": np.ones(len(answers)),
@@ -295,29 +333,40 @@ class Rollouts:
             for row, value in zip(rows, batch["old"].tolist(), strict=True):
                 mine.setdefault(row, []).append(value)
         for row, values in gather_object(list(mine.items())):
-            self.tensors["old"][row, : len(values)] = torch.tensor(values)
+            sampled = self.tensors["answers"][row] >= 0
+            self.tensors["old"][row, sampled] = torch.tensor(values)
 
     def _row(self, prompt: list[int], answer: np.ndarray) -> Row:
-        """A prompt with its answer, whose tokens alone are targets."""
-        answered = answer[answer >= 0]
-        ids = np.append(prompt, answered)
+        """A prompt with what follows it, whose sampled tokens alone are targets."""
+        after = answer[answer != -1]
+        ids = np.append(prompt, plain(after)).astype(np.int64)
         labels = np.full(len(ids), IGNORED)
-        labels[len(prompt) - 1 : len(ids) - 1] = answered
+        labels[len(prompt) - 1 : len(ids) - 1] = np.where(after >= 0, after, IGNORED)
         # each token predicts the next one
         last = max(1, len(ids) - 1)
         return {"input_ids": ids[:last], "labels": labels[:last]}
 
 
-def prepare_rollouts(setup: Setup, prompts: Conversations, tokenizer: Any) -> Rollouts:
+def prepare_rollouts(
+    setup: Setup, prompts: Conversations, tokenizer: Any, turn: Any = None
+) -> Rollouts:
     """`Rollouts` of a global batch that fits the number of prompts, where none is given; with
     several updates, their tensors are in the checkpoints.
+
+    Args:
+        turn: with --max_turns, see `turns.Turns`.
 
     Raises:
         ConfigError: there are fewer prompts than one global batch.
     """
     fitting = defaults.for_prompts(setup.config.batch, len(prompts))
     config = setup.set_defaults(f"{len(prompts):,} prompts", **fitting)
-    rollouts = Rollouts(config, prompts, tokenizer, sharding.share(setup.accelerator))
+    turns = None
+    if config.data.max_turns > 1:
+        from shared.extras.turns import Turns
+
+        turns = Turns(turn, tokenizer, config.data.max_turns)
+    rollouts = Rollouts(config, prompts, tokenizer, sharding.share(setup.accelerator), turns)
     setup.about["batch"] = rollouts.describe()
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.strategy.require("--updates_per_rollout")

@@ -34,6 +34,7 @@ ASKED = {
     ("parallel/strategy.py", "deepspeed"),
     ("parallel/strategy.py", "sequence"),
     ("rollouts/rollouts.py", "refill"),
+    ("rollouts/rollouts.py", "turns"),
     ("run/setup.py", "averages"),
     ("run/setup.py", "rehearsal"),
     ("text/loaders.py", "vision"),
@@ -86,6 +87,7 @@ ALONE = {  # extra: template, launch config of two processes, flags
     "tagging": ("token_classification", "ddp", ("--seq_length", 32, "--validation_split_percentage", 2)),
     "tars": ("image_classification", None, ("--train_file", "{tar}", "--image_size", 16, "--dataloader_num_workers", 0)),
     "tensor": ("lora_finetune", "tensor_parallel", (*TEXT, "--show_answers", 0)),
+    "turns": ("grpo", None, ("--train_file", "{asked}", "--group_size", 2, "--max_new_tokens", 9, "--max_turns", 2)),
     "vision": ("full_finetune", None, ("--demo_images", "--show_answers", 0)),
 }
 COMMANDS = {"comparisons"}  # which no run asks for
@@ -98,9 +100,11 @@ def inputs(tmp_path_factory, image_folder, tiny_model):
     folder, rows = tmp_path_factory.mktemp("inputs"), [{"text": f"{n} " + "and so on " * 9} for n in range(60)]
     with tarfile.open(folder / "photos.tar", "w") as tar:
         tar.add(image_folder / "train", "photos")
+    asked = [{"messages": [{"role": "user", "content": str(n)}], "answer": str(n)} for n in range(30)]
     picture = {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}
     paths = {"one": write_lines(folder / "a.jsonl", rows), "other": write_lines(folder / "b.jsonl", rows)}
     paths |= {"tar": folder / "photos.tar", "pictures": write_lines(folder / "c.jsonl", [picture]), "tiny": tiny_model}
+    paths["asked"] = write_lines(folder / "d.jsonl", asked)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -1,0 +1,159 @@
+"""Conversations of several answers, between which a function of the user writes: results of tools,
+or what an environment says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+
+from shared.answers.answers import answer, batches_to_answer, written
+from shared.data.loader import Share
+from shared.data.notes import Notes
+from shared.process.errors import ConfigError
+from shared.rollouts.rollouts import divided, plain
+from shared.text.encoder import Encoder
+from shared.text.forms import Example, Messages
+
+# (conversation, record) -> messages that follow its last answer; None where it ends
+Turn = Callable[[Messages, dict[str, Any]], Messages | None]
+# (prompts, max_new_tokens, draws) -> (place among the prompts, token ids of the answer), this
+# rank's
+Ask = Callable[..., Iterator[tuple[int, list[int]]]]
+MARK = "<<the answer>>"  # in place of one
+
+
+@dataclass
+class _Talk:
+    number: int  # of its prompt
+    ids: list[int]  # after the prompt, as of `Turns.answers`
+    messages: Messages
+
+
+class Turns:
+    """Answers to prompts, to what the user's function writes after them, and so on.
+
+    Args:
+        turn: called by the rank that has sampled the answer.
+        tokenizer: with a chat template.
+        most: answers in a conversation.
+    """
+
+    def __init__(self, turn: Turn, tokenizer: Any, most: int) -> None:
+        self.turn = turn
+        self.encoder = Encoder(tokenizer, "assistant")
+        self.most = most
+
+    def answers(
+        self,
+        ask: Ask,
+        prompts: Sequence[list[int]],
+        records: Sequence[dict[str, Any]],
+        *,
+        max_new_tokens: int,
+        ends: Sequence[int],
+        draws: np.ndarray | None = None,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of a prompt, what follows it) for this rank's part: token ids of the
+        answers, and between them, as -2 - id, those of messages that `turn` wrote. Every rank calls
+        this, and goes through it to the end.
+
+        Args:
+            prompts: token ids of all.
+            records: with the prompt's messages as `conversation`.
+            max_new_tokens: of all that follows a prompt.
+            ends, draws: see `generation.generate`; token n after a prompt has its draw n.
+
+        Raises:
+            ConfigError: `turn` returns no messages, or the chat template refuses them.
+        """
+        talks = [_Talk(n, [], [*record["conversation"]]) for n, record in enumerate(records)]
+        for count in range(1, self.most + 1):
+            left = [max_new_tokens - len(talk.ids) for talk in talks]
+            drawn = None
+            if draws is not None:
+                drawn = np.zeros((len(talks), max(left)))
+                for row, talk, room in zip(drawn, talks, left, strict=True):
+                    row[:room] = draws[talk.number, -room:]
+            asked = [prompts[talk.number] + plain(talk.ids) for talk in talks]
+            going = []
+            for place, ids in ask(asked, max(left), drawn):
+                talk = talks[place]
+                talk.ids += ids[: left[place]]
+                more = None
+                if talk.ids[-1] in ends and count < self.most:
+                    _, text = written(
+                        self.encoder.tokenizer, asked[place], ids[: left[place]], ends
+                    )
+                    talk.messages.append({"role": "assistant", "content": text})
+                    more = self._after(talk, records[talk.number])
+                if more and len(more) < max_new_tokens - len(talk.ids):  # leaves room for an answer
+                    talk.ids += [-2 - token for token in more]
+                    going.append(talk)
+                else:
+                    yield talk.number, talk.ids
+            talks = sorted(gather_object(going), key=lambda talk: talk.number)
+            if not talks:
+                return
+
+    def last_answers(
+        self,
+        model: Any,
+        samples: list[Any],
+        config: Any,
+        ends: Sequence[int],
+        share: Share,
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of a sample, token ids of the last answer), decoded greedily, for this
+        rank's part of `Conversations.prompt`s. The sample's prompt becomes all that was before.
+        Every rank calls this.
+        """
+
+        def ask(prompts: Any, count: int, draws: Any) -> Iterator[tuple[int, list[int]]]:
+            at_once = config.batch.per_device_eval_batch_size
+            mine = batches_to_answer(model, prompts, count, at_once, share)
+            return answer(model, prompts, mine.tolist(), max_new_tokens=count, ends=ends)
+
+        prompts, _, records = zip(*samples, strict=True)
+        limits: Any = {"max_new_tokens": config.max_new_tokens, "ends": ends}
+        for number, ids in self.answers(ask, prompts, records, **limits):
+            prompt, *others = samples[number]
+            before, last = divided(prompt, ids)
+            samples[number] = (before, *others)
+            yield number, last
+
+    def _after(self, talk: _Talk, record: dict[str, Any]) -> list[int] | None:
+        """Token ids between the last answer and the next; None if the conversation ends."""
+        more = self.turn([*talk.messages], record)
+        if not more:
+            return None
+        if not (isinstance(more, list) and all(isinstance(m, dict) and "role" in m for m in more)):
+            raise ConfigError(f"turn returns {more!r}, expected a list of messages, or None")
+        talk.messages += more
+        return self.following(talk.messages, len(more))
+
+    def following(self, messages: Messages, count: int) -> list[int]:
+        """Token ids that the chat template writes after an answer: the last `count` messages, and
+        where the next answer begins. Without what ends the answer.
+        """
+        at = len(messages) - count
+        shown = [*messages[: at - 1], {"role": "assistant", "content": MARK}, *messages[at:]]
+        tokenizer = self.encoder.tokenizer
+        ids = self.encoder.prompt(Example(shown), "what turn returns", Notes())
+        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        _, found, after = text.rpartition(MARK)
+        if not found:
+            raise ConfigError("--max_turns: the chat template does not write the answer before")
+        end = next(
+            (
+                end
+                for end in map(str, map(tokenizer.decode, self.encoder.end_tokens))
+                if after.lstrip().startswith(end)
+            ),
+            "",
+        )
+        # with its end: some tokenizers begin a text differently
+        ids = tokenizer(after.lstrip() if end else after, add_special_tokens=False)["input_ids"]
+        return list(ids[bool(end) :])
