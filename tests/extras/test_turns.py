@@ -1,7 +1,10 @@
 """Several answers in a conversation: what is between them is read, not learned; the same on every launch."""
 
 import json
+import re
+import subprocess
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +250,46 @@ def test_wrong_turns_are_one_line(talkative, tiny_model, tmp_path):
     file = write_lines(tmp_path / "texts.jsonl", [{"prompt": f"{n} = ", "answer": "1"} for n in range(9)])
     given = ("--model_name_or_path", tiny_model, "--train_file", file, "--max_turns", 2)
     assert "needs messages, or a model with a chat template" in refusal("grpo", *given, "--output_dir", tmp_path / "run")
+
+
+def examples() -> list[dict]:
+    """What the code blocks of the page that define `turn` define."""
+    page = (ROOT / "docs/rewards.md").read_text().partition("## Several turns")[2].partition("\n## ")[0]
+    made = []
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        names = {"Any": Any, "re": re}
+        exec(block, names)
+        made.append(names)
+    return made
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "-rn", "true"]).returncode != 0, reason="no namespaces for users here")
+def test_the_examples_of_the_page_work():
+    calculator, code = examples()
+    for asked, result in (
+        ("2 * (3 + 4) / 7", "2.0"),
+        ("2 ** 99", "numbers and"),
+        ("1 / 0", "zero"),
+        ("__import__('os')", "numbers"),
+    ):
+        (message,) = calculator["turn"]([{"role": "assistant", "content": f"<calculate>{asked}</calculate>"}], {})
+        assert message["role"] == "tool" and result in message["content"]
+    assert calculator["turn"]([{"role": "assistant", "content": "it is 4"}], {}) is None
+
+    record = {"tests": "assert double(4) == 8"}
+    right, wrong = (f"```python\ndef double(n):\n    return n * {by}\n```" for by in (2, 3))
+    assert code["turn"]([{"role": "assistant", "content": right}], record) is None
+    (message,) = code["turn"]([{"role": "assistant", "content": wrong}], record)
+    assert message["role"] == "user" and "AssertionError" in message["content"]
+    assert [code["rewards"](answer, record) for answer in (right, wrong, "none")] == [{"passes": n} for n in (1.0, 0.0, 0.0)]
+    limits = {  # memory; network; files; time
+        "b = bytes(2**31)": "MemoryError",
+        "import socket; socket.create_connection(('127.0.0.1', 22), 3)": "Error",
+        "import socket; socket.create_connection(('1.1.1.1', 53), 3)": "unreachable",
+        "open('big', 'wb').write(bytes(2**21))": "Error",
+        "import os; assert not os.environ.get('HOME')": "",
+    }
+    for text, error in limits.items():
+        done = code["tried"](text)
+        assert error in done.stderr and bool(done.returncode) == bool(error), (text, done)
+    assert code["tried"]("while True: pass").returncode != 0
