@@ -54,6 +54,11 @@ class Config:
     updates_per_rollout: Count = 1  # Optimizer steps on the same answers
     # Where all rewards of a group are equal, sample another prompt, at most so often (DAPO)
     dynamic_sampling: CountOrZero = 0
+    # What samples: transformers, generate on the weights in training, exact; continuous, its
+    # batching with a paged cache; vllm, a server at rollout_server
+    rollout_engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    rollout_server: Free[str] = "http://127.0.0.1:8000"  # Address of a vLLM server
+    importance_cap: Positive = 2.0  # Cut weights of tokens at this, if another engine samples (TIS)
     epsilon_low: Positive = 0.2  # From two updates on, clip probability ratios at 1 - epsilon_low
     # From two updates on, clip them at 1 + epsilon_high (DAPO 0.28, GRPO 0.2)
     epsilon_high: Positive = 0.28
@@ -164,6 +169,11 @@ class PolicyLoss(TokenLoss):
         losses = -torch.minimum(gain, least)
         # the mean of minus log p over sampled tokens estimates the entropy
         values = {"entropy": -old, "clipped": (gain > least).float()}
+        if "sampled" in batch:  # by another engine: truncated importance sampling
+            weight = (old - batch["sampled"]).exp()
+            losses = losses * weight.clamp(max=config.importance_cap)
+            values["truncated"] = (weight > config.importance_cap).float()
+            values["sampler_difference"] = (old - batch["sampled"]).abs()
         if reference is not None:
             difference = reference - policy
             values["kl"] = difference.exp() - difference - 1  # k3, Schulman 2020

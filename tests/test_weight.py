@@ -19,7 +19,7 @@ from tools import new
 # optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
 # 2026-12-01: other prompts for groups that teach nothing (300).
-# 2026-12-01: conversations of several answers: how they are read, and learned (400).
+# 2026-12-01: conversations of several answers: how they are read, and learned (400); other samplers (200).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 2_800,
@@ -32,17 +32,17 @@ FOLDERS = {
     "models": 22_300,
     "parallel": 3_700,
     "process": 3_700,
-    "rollouts": 4_200,
+    "rollouts": 4_400,
     "run": 19_000,
     "text": 20_700,
     "training": 3_200,
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 90_500,
+    "distill": 90_600,
     "dpo": 85_100,
     "full_finetune": 77_500,
-    "grpo": 84_300,
+    "grpo": 84_500,
     "image_classification": 63_400,
     "lora_finetune": 80_900,
     "pretrain": 70_000,
@@ -56,6 +56,7 @@ EXTRAS = {
     "comparisons": 6_200,
     "deepspeed": 1_000,
     "distillation": 4_100,
+    "engines": 1_700,
     "experts": 2_500,
     "masked": 1_300,
     "mixture": 1_100,
@@ -72,10 +73,10 @@ EXTRAS = {
     "tagging": 6_900,
     "tars": 1_200,
     "tensor": 700,
-    "turns": 1_100,
+    "turns": 1_200,
     "vision": 5_700,
 }
-CORE = 115_200
+CORE = 115_400
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

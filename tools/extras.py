@@ -12,6 +12,7 @@ EXTRAS = {
     "comparisons": "python -m shared fork, compare, repeat, reproduce",
     "deepspeed": "accelerate_configs/deepspeed_*.yaml",
     "distillation": "distill.py",
+    "engines": "--rollout_engine",
     "experts": "a model of experts",
     "masked": "--objective mlm",
     "mixture": "--mix_weights",
@@ -40,8 +41,8 @@ CANNOT_DO_WITHOUT = {
     "pretrain_pipeline": {"optimizers", "pipeline"},
     "token_classification": {"tagging"},
 }
-OF_A_TEMPLATE = {"distillation", "pipeline", "refill", "tagging", "turns"}  # of no other one
-CAN_USE = {"grpo": {"turns"}}  # of these
+OF_A_TEMPLATE = {"distillation", "engines", "pipeline", "refill", "tagging", "turns"}  # of no other
+CAN_USE = {"grpo": {"engines", "turns"}}
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {

@@ -21,7 +21,7 @@ from shared.text.forms import Example, Messages
 Turn = Callable[[Messages, dict[str, Any]], Messages | None]
 # (prompts, max_new_tokens, draws) -> (place among the prompts, token ids of the answer), this
 # rank's
-Ask = Callable[..., Iterator[tuple[int, list[int]]]]
+Ask = Callable[..., Iterator[Any]]
 MARK = "<<the answer>>"  # in place of one
 
 
@@ -30,6 +30,7 @@ class _Talk:
     number: int  # of its prompt
     ids: list[int]  # after the prompt, as of `Turns.answers`
     messages: Messages
+    values: list[float]  # log-probabilities of another engine, if it gives any
 
 
 class Turns:
@@ -55,7 +56,7 @@ class Turns:
         max_new_tokens: int,
         ends: Sequence[int],
         draws: np.ndarray | None = None,
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[Any]:
         """Yield (number of a prompt, what follows it) for this rank's part: token ids of the
         answers, and between them, as -2 - id, those of messages that `turn` wrote. Every rank calls
         this, and goes through it to the end.
@@ -69,7 +70,7 @@ class Turns:
         Raises:
             ConfigError: `turn` returns no messages, or the chat template refuses them.
         """
-        talks = [_Talk(n, [], [*record["conversation"]]) for n, record in enumerate(records)]
+        talks = [_Talk(n, [], [*record["conversation"]], []) for n, record in enumerate(records)]
         for count in range(1, self.most + 1):
             left = [max_new_tokens - len(talk.ids) for talk in talks]
             drawn = None
@@ -79,9 +80,11 @@ class Turns:
                     row[:room] = draws[talk.number, -room:]
             asked = [prompts[talk.number] + plain(talk.ids) for talk in talks]
             going = []
-            for place, ids in ask(asked, max(left), drawn):
+            for place, ids, *values in ask(asked, max(left), drawn):
                 talk = talks[place]
                 talk.ids += ids[: left[place]]
+                for given in values:
+                    talk.values += given[: left[place]]
                 more = None
                 if talk.ids[-1] in ends and count < self.most:
                     _, text = written(
@@ -91,9 +94,10 @@ class Turns:
                     more = self._after(talk, records[talk.number])
                 if more and len(more) < max_new_tokens - len(talk.ids):  # leaves room for an answer
                     talk.ids += [-2 - token for token in more]
+                    talk.values += [0.0] * len(more) * bool(values)
                     going.append(talk)
                 else:
-                    yield talk.number, talk.ids
+                    yield (talk.number, talk.ids, *([talk.values] if values else []))
             talks = sorted(gather_object(going), key=lambda talk: talk.number)
             if not talks:
                 return

@@ -28,8 +28,8 @@ from shared.training import defaults
 
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
-# row -> (token ids of its answer, numbers by name)
-Rewarded = dict[int, tuple[list[int], dict[str, float]]]
+# row -> (token ids of its answer, numbers by name, the sampler's log-probabilities, if it has any)
+Rewarded = dict[int, tuple[list[int], dict[str, float], list[float]]]
 
 
 def plain(ids: Iterable[int]) -> list[int]:
@@ -66,6 +66,7 @@ class Rollouts:
             advantages: [rows] fp32.
             old: [rows, max_new_tokens] fp32, the tokens' log-probabilities before the first of
             several updates.
+            sampled: [rows, max_new_tokens] fp32, those of another engine than the model itself.
             prompts: [prompts] int64, with dynamic sampling: those that were answered at last.
     """
 
@@ -87,6 +88,7 @@ class Rollouts:
         self.order = training_order(prompts, batch, config.data, drop_last=True)
         self.share = share
         self.turns = turns
+        self.sampler: Any = None  # of `engines`
         self.group = config.group_size
         self.updates = config.updates_per_rollout
         self.max_new_tokens = config.max_new_tokens
@@ -183,6 +185,8 @@ class Rollouts:
         indices = self.order.indices(number).copy()
         key: tuple[int, ...] = (self.order.seed, number)
         ends = ends_of(model, self.tokenizer, self.prompts.end)
+        if self.sampler:
+            self.sampler.renew(run, model)
         ask = partial(self._answers, model, ends)
         by_row: Rewarded = {}
         equal = np.arange(len(indices))  # groups that teach nothing
@@ -206,13 +210,15 @@ class Rollouts:
                 records = [columns for *_, columns in samples]
                 answered = self.turns.answers(ask, asked, records, **limits)
             rewarded: Rewarded = {}
-            for place, ids in answered:
+            for place, ids, *values in answered:
                 prompt, _, columns = samples[place]
                 before, text = written(self.tokenizer, *divided(prompt, ids), ends)
                 record = columns | {"prompt": before}
-                rewarded[rows[place]] = (ids, numbers_of(reward, text, record))
+                rewarded[rows[place]] = (ids, numbers_of(reward, text, record), *(values or [[]]))
             by_row |= dict(gather_object(list(rewarded.items())))
-            answers, rewards = zip(*(by_row[row] for row in range(len(by_row))), strict=True)
+            answers, rewards, values = zip(
+                *(by_row[row] for row in range(len(by_row))), strict=True
+            )
             sums = torch.tensor([float(sum(parts.values())) for parts in rewards]).view(
                 -1, self.group
             )
@@ -222,6 +228,8 @@ class Rollouts:
         self.tensors["answers"].fill_(-1)
         for row, ids in enumerate(answers):
             self.tensors["answers"][row, : len(ids)] = torch.tensor(ids)
+            if self.sampler:
+                self.tensors["sampled"][row, : len(ids)] = torch.tensor(values[row])
         shown = [
             {
                 "step": run.state.step,
@@ -252,8 +260,10 @@ class Rollouts:
         prompts: list[list[int]],
         max_new_tokens: int,
         draws: np.ndarray,
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[Any]:
         """Yield (number of a prompt, token ids of its answer) for this rank's part."""
+        if self.sampler:
+            return self.sampler.answers(model, ends, prompts, max_new_tokens, draws)
         settings: Any = {"max_new_tokens": max_new_tokens, "ends": ends, "draws": draws}
         if self.engine.can_refill(model):
             longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -312,6 +322,9 @@ class Rollouts:
                 "weights": np.repeat(weights[rows], tokens_of_rows),
                 "old": self.tensors["old"].numpy()[rows][answers[rows] >= 0],
             }
+            if self.sampler:
+                of_sampler = self.tensors["sampled"].numpy()
+                of_targets["sampled"] = of_sampler[rows][answers[rows] >= 0]
             batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
             batch["rows"] = torch.tensor(np.repeat(rows, tokens_of_rows), dtype=torch.int64)
             prompts_of.append(indices[rows // self.group].tolist())
@@ -368,6 +381,11 @@ def prepare_rollouts(
         turns = Turns(turn, tokenizer, config.data.max_turns)
     rollouts = Rollouts(config, prompts, tokenizer, sharding.share(setup.accelerator), turns)
     setup.about["batch"] = rollouts.describe()
+    if config.rollout_engine != "transformers":
+        from shared.extras import engines
+
+        rollouts.sampler = engines.of(setup, tokenizer)
+        rollouts.tensors["sampled"] = torch.zeros_like(rollouts.tensors["old"])
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.strategy.require("--updates_per_rollout")
         setup.keep("rollout", rollouts.tensors)

@@ -103,7 +103,7 @@ def test_a_rollout_is_the_same_on_two_ranks_and_repeats(model_and_tokenizer, pro
             patched.setattr("shared.rollouts.rollouts.gather_object", send)
             half.sample(at(3), model, reward)
     assert not parts[0].keys() & parts[1].keys() and len(parts[0] | parts[1]) == 16
-    assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, _) in (parts[0] | parts[1]).items())
+    assert all(answers[row, : len(ids)].tolist() == ids for row, (ids, *_) in (parts[0] | parts[1]).items())
 
 
 def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends(model_and_tokenizer, tmp_path):
