@@ -56,7 +56,7 @@ EXTRAS = {
     "comparisons": 6_200,
     "deepspeed": 1_000,
     "distillation": 4_100,
-    "engines": 1_700,
+    "engines": 1_800,
     "experts": 2_500,
     "masked": 1_300,
     "mixture": 1_100,

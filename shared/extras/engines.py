@@ -2,13 +2,16 @@
 probabilities that differ from those of the model that learns.
 """
 
+import atexit
 import logging
 import math
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from shared.models.blocks import as_in_an_evaluation
 from shared.models.loading import dtype_of, save_causal_lm, without_adapters
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
+from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, first_line, is_of_the_network
 from shared.process.printing import print_main
 from shared.run.run import Run
@@ -104,6 +108,7 @@ class Continuous:
             max_requests_per_batch=self.at_once,
             # not most of the memory that is free, which learning needs
             page_size=PAGE,
+            auto_switch_to_flash=whole.dtype != torch.float32,  # which it cannot read
             num_blocks=self.at_once * math.ceil(longest / PAGE),
             max_batch_tokens=max(self.at_once, READ),
         )
@@ -146,6 +151,8 @@ class Server:
             headers=headers,
             limits=httpx2.Limits(max_connections=None),
         )
+        # other runs, and this one before a kill, have other weights at the same step
+        self.name = on_main(lambda: uuid.uuid4().hex)
         self.folder = Path()
         self.base = ""
         self.lost = False  # whether it was away since the weights were sent
@@ -158,9 +165,13 @@ class Server:
         weights = gather_weights(
             run.accelerator, model, trainable_only=not full, dtype=dtype if full else None
         )
-        last, self.folder = self.folder, (run.dir / f"sampler/{run.state.step:08d}").resolve()
+        last = self.folder
+        self.folder = (run.dir / f"sampler/{self.name}-{run.state.step}").resolve()
         if run.is_main:
-            shutil.rmtree(run.dir / "sampler", ignore_errors=True)
+            discard = partial(shutil.rmtree, self.folder.parent, ignore_errors=True)
+            discard()
+            if not last.name:
+                atexit.register(discard)
             whole = run.unwrap(model)
             if full:
                 save_causal_lm(self.folder, whole, weights, self.tokenizer, dtype=dtype, base=name)
@@ -188,7 +199,9 @@ class Server:
             self._post("/reset_prefix_cache", {})
         else:
             body = {"lora_name": self.folder.name, "lora_path": str(self.folder)}
-            self._post("/v1/load_lora_adapter", body, may_fail=True)  # another rank was first
+            response = self._post("/v1/load_lora_adapter", body, may_fail=True)
+            if "already" not in response.text:  # by another rank
+                self._check(response)
 
     def answers(
         self,
@@ -260,13 +273,8 @@ class Server:
                 ):
                     self._load()  # it has begun anew, without the adapter
                     response = self.client.request(method, path, **content)
-                if response.is_client_error and not may_fail:
-                    raise ConfigError(
-                        f"{self.config.rollout_server}{path}: {response.status_code} "
-                        f"{' '.join(response.text.split())[:300]}"
-                    )
-                if not response.is_client_error:
-                    response.raise_for_status()
+                if not (may_fail and response.is_client_error):
+                    self._check(response)
                 return response
             except httpx2.HTTPError as error:
                 if not is_of_the_network(error):
@@ -279,6 +287,13 @@ class Server:
                         f"{first_line(error)}"
                     )
                 time.sleep(1)
+
+    def _check(self, response: Any) -> None:
+        """Raise ConfigError if the server refuses, and an error of the network if it fails."""
+        if response.is_client_error:
+            text = " ".join(response.text.split())[:300]
+            raise ConfigError(f"{response.url}: {response.status_code} {text}")
+        response.raise_for_status()
 
 
 def seed_of(draws: np.ndarray) -> int:

@@ -75,7 +75,7 @@ def test_a_server_samples_from_the_present_weights_and_may_go_away(base, tmp_pat
     assert f"vLLM at {keeper.address}: importance weights are cut at 2; no exact resume" in left.summary
     texts = [path.read_text(errors="replace") for path in whole.folder.rglob("*") if path.is_file()]
     assert not any(KEY["VLLM_API_KEY"] in text for text in (*texts, whole.output))
-    assert len([*(whole.folder / "sampler").iterdir()]) == 1
+    assert not (whole.folder / "sampler").exists()
 
 
 def test_wrong_servers_are_one_line(base, tmp_path, monkeypatch):

@@ -174,6 +174,14 @@ def test_killed_between_turns_it_goes_on_bit_for_bit(talkative, whole, tmp_path)
     assert_same_bits(run(str(template), tmp_path / "run", *flags, env=env), whole)
 
 
+@pytest.mark.slow
+def test_log_probabilities_of_another_engine_stand_beside_their_tokens(talkative, tmp_path):
+    template, flags = talkative
+    done = run(str(template), tmp_path / "run", *flags, "--rollout_engine", "continuous")
+    rows = (done.folder / "rollouts.jsonl").read_text()
+    assert "go on" in rows and max(done.each("sampler_difference")) < 1e-3 and max(done.each("truncated")) == 0
+
+
 def test_what_is_sampled_and_learned_is_that_of_a_plain_loop(talkative, monkeypatch):
     template, flags = talkative
     module = load_template(str(template))
