@@ -20,9 +20,10 @@ from tools import new
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
 # 2026-12-01: other prompts for groups that teach nothing (300).
 # 2026-12-01: conversations of several answers: how they are read, and learned (400); other samplers (200).
+# 2026-12-01: other prompts for groups that teach nothing (300). Errors of rewards and scores as one line (200).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
-    "answers": 2_800,
+    "answers": 3_000,
     "commands": 5_100,
     "config": 3_700,
     "data": 14_400,
@@ -40,11 +41,11 @@ FOLDERS = {
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
     "distill": 90_600,
-    "dpo": 85_100,
-    "full_finetune": 77_500,
+    "dpo": 85_200,
+    "full_finetune": 77_600,
     "grpo": 84_500,
     "image_classification": 63_400,
-    "lora_finetune": 80_900,
+    "lora_finetune": 81_100,
     "pretrain": 70_000,
     "pretrain_pipeline": 67_600,
     "text_classification": 70_700,
@@ -76,7 +77,7 @@ EXTRAS = {
     "turns": 1_200,
     "vision": 5_700,
 }
-CORE = 115_400
+CORE = 115_600
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -2,10 +2,20 @@
 
 import contextlib
 import math
+import sysconfig
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from shared.process.errors import ConfigError
+from shared.process.errors import CleanExit, ConfigError, reason_of
+
+# Where code lies that is not the user's: Python's, that of packages, and shared/.
+_OTHERS = (
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<frozen",
+)
 
 
 def numbers_of(
@@ -15,9 +25,21 @@ def numbers_of(
     and torch included.
 
     Raises:
-        ConfigError: it returns anything else; with the function's place and the answer.
+        ConfigError: it returns anything else, or raises an error; with the place in the user's code
+            and the answer.
     """
-    returned = function(answer, record)
+    try:
+        returned = function(answer, record)
+    except CleanExit:
+        raise
+    except Exception as error:
+        reason_of(error)  # raises one of memory again, which has its own advice
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = ([f for f in frames if not f.filename.startswith(_OTHERS)] or frames)[-1]
+        said = traceback.format_exception_only(error)[-1].strip()
+        raise ConfigError(
+            f"{frame.filename}:{frame.lineno}: {frame.line}: {said}; the answer is {answer!r}"
+        ) from error
     with contextlib.suppress(Exception):  # no dict; texts, None, tensors of several numbers
         if all(map(math.isfinite, returned.values())):
             return {name: float(value) for name, value in returned.items()}

@@ -1,13 +1,27 @@
 """grpo.py, launched for real: the same on every launch, killed and resumed, and it learns."""
 
 import json
+import os
 import re
+import shutil
 
 import pytest
 
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from tests.conftest import Run, learn_here, load_template, refusal, run, slow, with_fault, write_lines
+from tests.conftest import (
+    LAUNCHER,
+    ROOT,
+    Run,
+    command,
+    learn_here,
+    load_template,
+    refusal,
+    run,
+    slow,
+    with_fault,
+    write_lines,
+)
 from tests.same import assert_same_bits
 from tools import audit
 
@@ -91,6 +105,25 @@ def test_a_log_line_has_the_mean_over_its_rollouts_and_a_bad_update_names_its_pr
     told = re.search(r"step (\d): loss or gradient is not finite .* of rank 0, micro-batch (\d): ([\d, ]+)\)", said)
     assert told and 1 < int(told[1]) < 5 and bad.each("skipped_steps")[-1] == 1
     assert 1 <= len(told[3].split(", ")) <= 3 and max(map(int, told[3].split(", "))) < 24
+
+
+def test_an_error_of_the_reward_function_is_one_line_of_its_own(base, tmp_path):
+    """On one rank of two, below a helper in a file of the user's, in Python's own code; the run ends on both."""
+    shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "templates/helper.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    template = tmp_path / "templates/grpo.py"
+    wrong = "    if os.environ['RANK'] == '1':\n        helper.read('[1, ' + answer[:0])\n    right = record"
+    text = template.read_text().replace("    right = record", wrong).replace("import sys\n", "import os\nimport sys\n", 1)
+    template.write_text(text.replace("import torch\n", "import helper\nimport torch\n", 1))
+    argv = command("grpo", tmp_path / "run", *base, processes=2)
+    argv = [argument.replace(str(ROOT / "templates"), str(tmp_path / "templates")) for argument in argv]
+    code, output = LAUNCHER.run(argv, dict(os.environ) | {"PYTHONPATH": str(ROOT)})
+    print(output)
+    line = f"{template.with_name('helper.py')}:5: return json.loads(text): json.decoder.JSONDecodeError: "
+    said = " ".join(output.split())
+    assert code and said.count(f"error on rank 1: {line}") == 1 and "; the answer is '" in said
+    ended = json.loads((tmp_path / "run/exit.json").read_text())
+    assert ended["exit_code"] == 2 and ended["rank"] == 1 and ended["cause"].startswith(line)
 
 
 def test_what_does_not_go_together_is_refused():
