@@ -42,6 +42,7 @@ DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CP
 DEMO_SAMPLES = 800
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 REFERENCE_FREE = ("simpo", "orpo")
+NOT_OF_SCORES = ("load_in_4bit", "adapter_name_or_path", "merge_adapter")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, in place of adapters
     # sigmoid: DPO; robust: DPO with a share of wrong labels (label_smoothing); simpo, orpo: no
-    # reference
-    loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] = "sigmoid"
+    # reference; reward: a head that scores answers, for rewards (Bradley-Terry)
+    loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo", "reward"] = "sigmoid"
     # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo: usually 2 to 10
     beta: Positive = 0.1
     # robust: share of pairs whose chosen answer is the worse one
@@ -80,6 +81,12 @@ class Config:
         self.adapter.refuse_dropout()
         if self.label_smoothing and self.loss_type != "robust":
             raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
+        if self.data.margin_column and self.loss_type != "reward":
+            raise ConfigError(f"--margin_column is for --loss_type reward, not {self.loss_type}")
+        of_answers = self.eval_answers or any(getattr(self.adapter, name) for name in NOT_OF_SCORES)
+        if of_answers and self.loss_type == "reward":
+            names = ", ".join(f"--{name}" for name in NOT_OF_SCORES)
+            raise ConfigError(f"--loss_type reward: drop {names} and --eval_answers")
         if self.full and self.adapter != ADAPTER:
             raise ConfigError(
                 "--full trains all weights: drop the flags of adapters and "
@@ -118,8 +125,15 @@ score = like_reference
 
 
 def build_model(setup: Setup, tokenizer: Any, train: Pairs) -> nn.Module:
-    """The frozen base with trainable adapters; with --full all weights. Without dropout."""
-    model = load_tuned(setup, tokenizer, setup.config.data.seq_length)
+    """The frozen base with trainable adapters; with --full all weights. Without dropout. With
+    --loss_type reward, its head scores.
+    """
+    if setup.config.loss_type == "reward":
+        from shared.extras.reward_model import training
+
+        model = training.load(setup, tokenizer, train)
+    else:
+        model = load_tuned(setup, tokenizer, setup.config.data.seq_length)
     setup.flops = flops_per_token(model, train.samples.context)
     return model
 
@@ -131,11 +145,14 @@ def losses_and_rewards(
     [pairs, 2].
 
     Args:
-        policy, reference: log-probabilities of the chosen and the rejected answers, [pairs, 2].
+        policy, reference: log-probabilities of the chosen and the rejected answers, [pairs, 2];
+            reward: their scores, and the margin that they should differ by.
         lengths: their numbers of tokens, [pairs, 2].
     """
     beta = config.beta
     smoothing = config.label_smoothing
+    if config.loss_type == "reward":  # arXiv 2203.02155, equation 1; margin: 2307.09288, equation 2
+        return -F.logsigmoid(policy[:, 0] - policy[:, 1] - reference[:, 0]), policy
     if config.loss_type in REFERENCE_FREE:
         mean = (policy / lengths).clamp(max=-1e-7)
         rewards = beta * mean
@@ -159,6 +176,11 @@ def losses_and_rewards(
     return -F.logsigmoid(margins), rewards  # arXiv 2305.18290, equation 7
 
 
+def log_probabilities_of_answers(model: Any, batch: Batch) -> torch.Tensor:
+    """[answers], each the sum over an answer's tokens."""
+    return log_probabilities(model, batch, batch["answers"], batch["lengths"].numel())
+
+
 class PreferenceLoss(TokenLoss):
     """The loss summed over a micro-batch's pairs.
 
@@ -174,9 +196,15 @@ class PreferenceLoss(TokenLoss):
         self.config = config
         self.start = start
         self.pairs = pairs
+        self.of_answers = log_probabilities_of_answers
 
     def begin(self, setup: Setup) -> None:
         """Fuse the head, and compute what the reference says: the model has its first weights."""
+        if self.config.loss_type == "reward":
+            from shared.extras.reward_model import training
+
+            self.of_answers = training.begin(self.config.data, *self.pairs)
+            return
         super().begin(setup)
         if self.config.loss_type in REFERENCE_FREE:
             return
@@ -189,8 +217,7 @@ class PreferenceLoss(TokenLoss):
     def __call__(self, batch: Batch, *, log: Any = None) -> torch.Tensor:
         """Both answers of all pairs go forward together."""
         lengths = batch["lengths"]
-        count = lengths.numel()
-        policy = log_probabilities(self.model, batch, batch["answers"], count).view(-1, 2)
+        policy = self.of_answers(self.model, batch).view(-1, 2)
         losses, rewards = losses_and_rewards(
             self.config, policy, batch["reference"], lengths.clamp(min=1)
         )
@@ -204,7 +231,8 @@ class PreferenceLoss(TokenLoss):
             }
             # a tie counts half, as before the first step
             values |= {"rewards/accuracies": (margins.sign() + 1) / 2}
-            values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
+            if policy is not rewards:
+                values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
             log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
         return (losses * counts).sum()
 
@@ -228,6 +256,16 @@ def evaluate(run: Run, loss: PreferenceLoss, data: ChatData, tokenizer: Any) -> 
         values = {"eval_loss": mean, "eval_accuracy": accuracy, "eval_margin": margin}
         scores = log_answers(run, loss.model, data.held_out, tokenizer, score)
         run.log_evaluation(values | scores)
+
+
+def save(run: Run, model: nn.Module, tokenizer: Any, end: int | None) -> None:
+    """Write final/. Every rank calls this."""
+    if run.config.loss_type == "reward":
+        from shared.extras.reward_model import training
+
+        training.save(run, model, tokenizer)
+    else:
+        save_tuned(run, model, tokenizer, title="tuned on preferences", end=end)
 
 
 def main(config: Config) -> None:
@@ -257,9 +295,8 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, loss, data, tokenizer)
     run.load_best_weights()
-    save_tuned(run, model, tokenizer, title="tuned on preferences", end=data.held_out.end)
-    what = "model" if config.full else "adapter"
-    files = f"{what} in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it"
+    save(run, model, tokenizer, data.held_out.end)
+    files = f"wrote {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it"
     run.close(run.change_of("loss", "accuracy"), files)
 
 

@@ -66,6 +66,9 @@ class Config:
     show_answers: Free[CountOrZero] = 2
     # Validation prompts to answer and score at each evaluation, without sampling
     eval_answers: Free[Count] = 128
+    # Model that scores each answer, in a folder or on the Hub, with this model's tokenizer: its
+    # score is the reward, unless you edit `rewards`
+    reward_model: str | None = None
     kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters
     adapter: AdapterConfig = ADAPTER
     data: PromptConfig = PromptConfig()
@@ -116,8 +119,11 @@ from shared.training.step import Step
 def rewards(answer: str, record: dict[str, Any]) -> dict[str, float]:
     """How good an answer is: numbers whose sum is the reward, each logged by its name.
 
-    Edit it for your task. `record` has the text `prompt`, and the other columns of the data.
+    Edit it for your task. `record` has the text `prompt`, the other columns of the data and, with
+    --reward_model, its score.
     """
+    if "reward_model" in record:
+        return {"reward_model": record["reward_model"]}
     right = record.get("answer", record.get("reference"))
     return {"correct": solves(answer, right), "format": 0.1 * bool(numbers_in(answer))}
 
@@ -186,7 +192,7 @@ class PolicyLoss(TokenLoss):
 
 def evaluate(run: Run, model: nn.Module, held_out: Conversations, rollouts: Rollouts) -> None:
     """Log the rewards of answers to validation prompts, decoded greedily."""
-    asked = (held_out, rollouts.tokenizer, with_total(rewards), rollouts.turns)
+    asked = (held_out, rollouts.tokenizer, with_total(rewards), rollouts)
     with run.evaluating(model):
         run.log_evaluation(log_answers(run, model, *asked))
 
@@ -225,7 +231,8 @@ def main(config: Config) -> None:
     loss = PolicyLoss(config, model)
     makes = "merged" if config.adapter.merge_adapter else "final"
     # compiled and fused where that pays; from the newest checkpoint, if there is one
-    run = setup.start(rollouts, loss, fingerprint=fingerprint(train, held_out), makes=makes)
+    data = fingerprint(train, held_out, rollouts.reward_model)
+    run = setup.start(rollouts, loss, fingerprint=data, makes=makes)
 
     if run.should_evaluate():
         evaluate(run, model, held_out, rollouts)

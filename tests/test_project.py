@@ -330,9 +330,9 @@ def test_assistants_are_told_commands_that_work(tmp_path):
 
 @pytest.mark.parametrize("template", sorted((ROOT / "templates").glob("*.py")), ids=lambda path: path.stem)
 def test_a_template_is_read_in_one_sitting(template):
-    """A main of at most 35 lines; 230 lines in all, more where a recipe, five losses, a teacher or tags are its subject."""
+    """A main of at most 35 lines; 230 lines in all, more for a recipe, six losses, rewards, a teacher or tags."""
     text = template.read_text()
     (main,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     assert main.end_lineno - main.lineno + 1 <= 35
-    longer = {"image_classification": 300, "dpo": 300, "grpo": 260, "distill": 260, "token_classification": 260}
+    longer = {"image_classification": 300, "dpo": 305, "grpo": 265, "distill": 260, "token_classification": 260}
     assert len(text.splitlines()) <= longer.get(template.stem, 230)

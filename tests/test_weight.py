@@ -21,6 +21,7 @@ from tools import new
 # 2026-12-01: other prompts for groups that teach nothing (300).
 # 2026-12-01: conversations of several answers: how they are read, and learned (400); other samplers (200).
 # 2026-12-01: other prompts for groups that teach nothing (300). Errors of rewards and scores as one line (200).
+# Scores of a reward model reach rewards and evaluations; two tokenizers are compared here (300).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 3_000,
@@ -30,24 +31,24 @@ FOLDERS = {
     "demo": 1_000,
     "evaluation": 4_000,
     "images": 7_400,
-    "models": 22_300,
+    "models": 22_400,
     "parallel": 3_700,
     "process": 3_700,
-    "rollouts": 4_400,
+    "rollouts": 4_700,
     "run": 19_000,
     "text": 20_700,
     "training": 3_200,
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 90_600,
-    "dpo": 85_200,
-    "full_finetune": 77_600,
-    "grpo": 84_500,
+    "distill": 91_100,
+    "dpo": 85_800,
+    "full_finetune": 77_900,
+    "grpo": 85_100,
     "image_classification": 63_400,
-    "lora_finetune": 81_100,
-    "pretrain": 70_000,
-    "pretrain_pipeline": 67_600,
+    "lora_finetune": 81_400,
+    "pretrain": 70_100,
+    "pretrain_pipeline": 67_800,
     "text_classification": 70_700,
     "token_classification": 76_500,
 }
@@ -69,6 +70,7 @@ EXTRAS = {
     "remote": 1_200,
     "replicas": 1_600,
     "report": 3_000,
+    "reward_model": 1_800,
     "sequence": 1_900,
     "streaming": 4_500,
     "tagging": 6_900,
@@ -77,7 +79,7 @@ EXTRAS = {
     "turns": 1_200,
     "vision": 5_700,
 }
-CORE = 115_600
+CORE = 116_000
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -25,6 +25,7 @@ EXTRAS = {
     "remote": "URLs of files",
     "replicas": "--sync_every",
     "report": "data.json, --preprocess_only, --fail_on",
+    "reward_model": "dpo.py --loss_type reward, grpo.py --reward_model",
     "sequence": "accelerate_configs/sequence_parallel.yaml",
     "streaming": "--streaming",
     "tagging": "token_classification.py",
@@ -41,8 +42,17 @@ CANNOT_DO_WITHOUT = {
     "pretrain_pipeline": {"optimizers", "pipeline"},
     "token_classification": {"tagging"},
 }
-OF_A_TEMPLATE = {"distillation", "engines", "pipeline", "refill", "tagging", "turns"}  # of no other
-CAN_USE = {"grpo": {"engines", "turns"}}
+# Of no others but those that cannot do without, or can use it.
+OF_A_TEMPLATE = {
+    "distillation",
+    "engines",
+    "pipeline",
+    "refill",
+    "reward_model",
+    "tagging",
+    "turns",
+}
+CAN_USE = {"dpo": {"reward_model"}, "grpo": {"engines", "reward_model", "turns"}}
 # What a template can have use of; others: everything but these.
 WITHOUT_USE = {
     "image_classification": {

@@ -334,6 +334,8 @@ def main() -> None:
         tally = copy_all(plan, temporary, config, options.size)
         os.sync()  # once: a million files, one by one, would take an hour
         temporary.rename(output)
+    except ConfigError as error:
+        raise error.with_traceback(None) from None  # whose frames keep processes that still write
     except OSError as error:
         raise ConfigError(f"{error.filename or output}: {error.strerror}") from None
     finally:

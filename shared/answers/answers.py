@@ -125,7 +125,7 @@ def answer(
 
 
 def log_answers(
-    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score, turns: Any = None
+    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, score: Score, rollouts: Any = None
 ) -> dict[str, float]:
     """Let the model answer validation prompts, score the answers and log them: in answers.jsonl, as
     a table in W&B, and the ten worst of the latest evaluation in evaluation.json. Inside of
@@ -139,7 +139,7 @@ def log_answers(
         score: (answer, record) -> numbers by name. Texts are as of `written`. The record has the
             columns of the data that are not learned, as they are there, the text `prompt`, and the
             text `reference` if an answer is learned.
-        turns: `turns.Turns`, for several answers in a conversation: the last one is scored.
+        rollouts: `Rollouts` that answer in several turns, or ask a reward model.
 
     Returns:
         The means of the scores as `eval_NAME`, the same on all ranks; empty without --eval_answers.
@@ -164,13 +164,15 @@ def log_answers(
         ends=ends,
         images=images,
     )
-    if turns:
-        answers = turns.last_answers(model, samples, config, ends, share)
+    if rollouts:
+        answers = rollouts.judged(model, samples, ends, answers)
     answered: list[Any] = []
-    for number, ids in answers:
+    scores: Any
+    for number, ids, *scores in answers:
         prompt, reference, others = samples[number]
         before, text = written(tokenizer, prompt, ids, ends)
         record = others | {"prompt": before}
+        record.update(*scores)
         if reference:
             record["reference"] = written(tokenizer, prompt, reference, ends)[1]
         row = {

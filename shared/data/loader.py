@@ -260,8 +260,6 @@ def parallel_map(
             "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
             "with --preprocessing_num_workers"
         ) from None
-    except CleanExit as error:
-        raise error.with_traceback(None) from None  # whose frames would keep the processes
     finally:
         # ends the processes now: garbage collection would close files that the reader's own threads
         # close

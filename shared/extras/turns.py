@@ -10,10 +10,9 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from shared.answers.answers import answer, batches_to_answer, written
-from shared.data.loader import Share
 from shared.data.notes import Notes
 from shared.process.errors import ConfigError
-from shared.rollouts.rollouts import divided, plain
+from shared.rollouts.rollouts import Rollouts, divided, plain
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, Messages
 
@@ -106,9 +105,8 @@ class Turns:
         self,
         model: Any,
         samples: list[Any],
-        config: Any,
+        rollouts: Rollouts,
         ends: Sequence[int],
-        share: Share,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of a sample, token ids of the last answer), decoded greedily, for this
         rank's part of `Conversations.prompt`s. The sample's prompt becomes all that was before.
@@ -116,12 +114,12 @@ class Turns:
         """
 
         def ask(prompts: Any, count: int, draws: Any) -> Iterator[tuple[int, list[int]]]:
-            at_once = config.batch.per_device_eval_batch_size
-            mine = batches_to_answer(model, prompts, count, at_once, share)
+            of_rank = (rollouts.at_once, rollouts.share)
+            mine = batches_to_answer(model, prompts, count, *of_rank)
             return answer(model, prompts, mine.tolist(), max_new_tokens=count, ends=ends)
 
         prompts, _, records = zip(*samples, strict=True)
-        limits: Any = {"max_new_tokens": config.max_new_tokens, "ends": ends}
+        limits: Any = {"max_new_tokens": rollouts.max_new_tokens, "ends": ends}
         for number, ids in self.answers(ask, prompts, records, **limits):
             prompt, *others = samples[number]
             before, last = divided(prompt, ids)

@@ -7,6 +7,7 @@ from typing import Any
 
 from shared.models.hub import file_of, from_hub
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:
@@ -61,3 +62,24 @@ def leading_bos(tokenizer: Any) -> list[int]:
 def vocabulary_size(tokenizer: Any) -> int:
     """One more than the highest token id: a vocabulary may have gaps."""
     return 1 + max(tokenizer.get_vocab().values())
+
+
+def require_same_tokens(tokenizer: Any, other: Any, name: str, whose: str) -> None:
+    """Raise a ConfigError if two tokenizers give a number to different tokens.
+
+    Args:
+        name: of the model with the other one.
+        whose: what the first one is of.
+    """
+    ours, theirs = (
+        {number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other)
+    )
+    both = ours.keys() & theirs.keys()
+    if wrong := [number for number in sorted(both) if ours[number] != theirs[number]]:
+        number = wrong[0]
+        raise ConfigError(
+            f"{name}: token {number} is {theirs[number]!r}, the {whose}'s is {ours[number]!r}: "
+            f"take a model with the {whose}'s tokenizer"
+        )
+    if ours.keys() != theirs.keys():
+        note(f"{name}: {len(theirs):,} tokens, the {whose} {len(ours):,}; only both's count")

@@ -167,6 +167,7 @@ def describe(train: Conversations, held_out: Conversations, options: PromptConfi
     )
 
 
-def fingerprint(train: Conversations, held_out: Conversations) -> str:
+def fingerprint(train: Conversations, held_out: Conversations, reward_model: Any = None) -> str:
     """Changes when the prompts, or what their answers are checked with, do."""
-    return prepared.fingerprint(prompts=[train.fingerprint, held_out.fingerprint])
+    judge = [reward_model.identity] if reward_model else []
+    return prepared.fingerprint(prompts=[train.fingerprint, held_out.fingerprint, *judge])

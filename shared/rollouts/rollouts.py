@@ -100,6 +100,7 @@ class Rollouts:
             "advantages": torch.zeros(rows),
             "old": torch.zeros(rows, self.max_new_tokens),
         }
+        self.reward_model: Any = None
         self.attempts = config.dynamic_sampling
         if self.attempts:
             self.tensors["prompts"] = torch.zeros(batch.size, dtype=torch.int64)
@@ -170,8 +171,8 @@ class Rollouts:
         Args:
             model: as prepared.
             reward: (answer, record) -> numbers by name, whose sum is the reward. Texts are as of
-                `answers.written`. The record has the text `prompt`, and the other columns of the
-                data.
+                `answers.written`. The record has the text `prompt`, the other columns of the data,
+                and the score `reward_model` if one is asked.
 
         Returns:
             Rewards, [prompts, group] fp32, and means for the log by name: those of the reward's
@@ -210,10 +211,12 @@ class Rollouts:
                 records = [columns for *_, columns in samples]
                 answered = self.turns.answers(ask, asked, records, **limits)
             rewarded: Rewarded = {}
-            for place, ids, *values in answered:
+            found = [*answered]
+            scores = self._scores([asked[place] + plain(ids) for place, ids, *_ in found])
+            for (place, ids, *values), score in zip(found, scores, strict=True):
                 prompt, _, columns = samples[place]
                 before, text = written(self.tokenizer, *divided(prompt, ids), ends)
-                record = columns | {"prompt": before}
+                record = columns | {"prompt": before} | score
                 rewarded[rows[place]] = (ids, numbers_of(reward, text, record), *(values or [[]]))
             by_row |= dict(gather_object(list(rewarded.items())))
             answers, rewards, values = zip(
@@ -271,6 +274,28 @@ class Rollouts:
             return self.engine.Refill(model, prompts, **settings).answers(mine, self.at_once)
         batches = batches_to_answer(model, prompts, max_new_tokens, self.at_once, self.share)
         return answer(model, prompts, batches.tolist(), **settings)
+
+    def _scores(self, texts: list[list[int]]) -> list[dict[str, float]]:
+        """What a record gets: for each text of token ids its score, if a model gives any."""
+        if not self.reward_model:
+            return [{}] * len(texts)
+        return [{"reward_model": score} for score in self.reward_model(texts)]
+
+    def judged(
+        self, model: nn.Module, samples: list[Any], ends: list[int], answers: Iterable[Any]
+    ) -> list[tuple[int, list[int], dict[str, float]]]:
+        """(number of a sample, token ids of its last answer, what its record gets) for this rank's
+        part of `Conversations.prompt`s to validate on. Every rank calls this. After several turns,
+        a sample's prompt is all that was before.
+
+        Args:
+            answers: to the prompts, where there is one turn.
+        """
+        if self.turns:
+            answers = self.turns.last_answers(model, samples, self, ends)
+        answered = [*answers]
+        scores = self._scores([samples[number][0] + ids for number, ids in answered])
+        return [(*found, score) for found, score in zip(answered, scores, strict=True)]
 
     # Learning -------------------------------------------------------------------------------------
 
@@ -386,6 +411,11 @@ def prepare_rollouts(
 
         rollouts.sampler = engines.of(setup, tokenizer)
         rollouts.tensors["sampled"] = torch.zeros_like(rollouts.tensors["old"])
+    if config.reward_model:
+        from shared.extras.reward_model.rewards import RewardModel
+
+        longest = int(prompts.lengths.max()) + 1 + config.max_new_tokens
+        rollouts.reward_model = RewardModel(setup, tokenizer, longest)
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.strategy.require("--updates_per_rollout")
         setup.keep("rollout", rollouts.tensors)

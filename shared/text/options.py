@@ -121,6 +121,9 @@ class ChatConfig(SamplesConfig, StreamConfig):
 class PreferenceConfig(SamplesConfig):
     """Pairs of answers to one prompt."""
 
+    # Column of a number, by how much the score of the chosen answer should be higher at least
+    margin_column: str | None = None
+
     @property
     def row_length(self) -> int:
         return 2 * self.seq_length

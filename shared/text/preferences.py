@@ -236,7 +236,12 @@ def read_pairs(
     Raises:
         ConfigError: wrong input, with its place, or no pair with anything to learn.
     """
-    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, ToPairs, demo_samples))
+    kind = ToPairs
+    if options.margin_column:
+        from shared.extras.reward_model.margins import ToPairsWithMargins
+
+        kind = ToPairsWithMargins
+    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, kind, demo_samples))
     for number, name in enumerate(("chosen", "rejected")):
         note(
             f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:",
@@ -257,7 +262,7 @@ def arrange(setup: Any, model: nn.Module, train: Pairs, held_out: Pairs) -> Chat
     Raises:
         ConfigError: there are fewer pairs than one global batch; see `loaders.choose_packing`.
     """
-    packed = choose_packing(setup, model)
+    packed = choose_packing(setup, model, why_not=train.samples.why_not_packed)
     count = len(train)
     fitting = defaults.batch_and_epochs(
         setup.config.batch, count, count, most=16, least=8, epochs=1

@@ -27,9 +27,9 @@ from shared.models.fused_head import fuse_head
 from shared.models.hub import file_of, from_hub, identity_of_weights
 from shared.models.isolation import isolate_documents
 from shared.models.options import AdapterConfig
-from shared.models.tokenizers import load_tokenizer
+from shared.models.tokenizers import load_tokenizer, require_same_tokens
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import note, print_main
+from shared.process.printing import print_main
 from shared.training import defaults
 
 ADAPTER = "teacher"  # its name in the student
@@ -136,7 +136,7 @@ def load_teacher(setup: Any, tokenizer: Any, name: str) -> Live:
     Raises:
         ConfigError: it has other tokens than the student.
     """
-    require_same_tokens(tokenizer, load_tokenizer(name), name)
+    require_same_tokens(tokenizer, load_tokenizer(name), name, "student")
     accelerator = setup.accelerator
     config = setup.config
     in_4bit = config.teacher_load_in_4bit
@@ -156,22 +156,6 @@ def load_teacher(setup: Any, tokenizer: Any, name: str) -> Live:
     setup.about["teacher"] = f"{name}, {where}"
     fuse_head(accelerator, model, kind=OpenHead)
     return Live(model, identity_of(config, name))
-
-
-def require_same_tokens(tokenizer: Any, other: Any, name: str) -> None:
-    """Raise a ConfigError if two tokenizers give a number to different tokens."""
-    ours, theirs = (
-        {number: token for token, number in one.get_vocab().items()} for one in (tokenizer, other)
-    )
-    both = ours.keys() & theirs.keys()
-    if wrong := [number for number in sorted(both) if ours[number] != theirs[number]]:
-        number = wrong[0]
-        raise ConfigError(
-            f"{name}: token {number} is {theirs[number]!r}, the student's is {ours[number]!r}: "
-            "take a teacher with the student's tokenizer"
-        )
-    if ours.keys() != theirs.keys():
-        note(f"{name}: {len(theirs):,} tokens, the student {len(ours):,}; only both's are compared")
 
 
 def add_adapter(setup: Any, student: Any, name: str) -> Live:

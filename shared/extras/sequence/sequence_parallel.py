@@ -29,7 +29,7 @@ class SequenceParallel(Strategy):
     """
 
     title = "sp_size in the launch config"
-    lacks = frozenset(("--on_policy", "--teacher_logits"))
+    lacks = frozenset(("--on_policy", "--teacher_logits", "--loss_type reward"))
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)

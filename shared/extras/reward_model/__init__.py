@@ -1,0 +1,1 @@
+"""Models that score answers: trained on pairs, asked for rewards."""
