@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from transformers import ConvNextImageProcessor
+from transformers import AutoModelForSequenceClassification, ConvNextImageProcessor
 
 from shared.__main__ import commands
 from shared.commands import ask
@@ -295,6 +295,7 @@ STANDS_FOR = {
     "tiny_model": "meta-llama/Llama-3.1-8B meta-llama/Llama-3.1-8B-Instruct Qwen/Qwen3-VL-8B-Instruct runs/sft/final "
     "google-bert/bert-base-uncased news/smollm2 headlines/minilm Qwen/Qwen3-0.6B Qwen/Qwen3-8B",
     "masked": "answerdotai/ModernBERT-base",
+    "scorer": "runs/reward/final",
     "instruct": "Qwen/Qwen2.5-1.5B-Instruct",
     "convnext": "facebook/convnext-tiny-224",
     "chats.jsonl": "chats.jsonl news/train.jsonl https://example.com/chats.jsonl.gz",
@@ -318,6 +319,8 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     shutil.copytree(text_file.parent, folder / "corpus")
     (folder / "masked").mkdir()
     save_masked_bert(folder / "masked")
+    shutil.copytree(tiny_model, folder / "scorer")
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(folder / "scorer")
     shutil.copytree(image_folder, folder / "images")
     for name in ("chats.jsonl", "more.jsonl"):
         shutil.copy(chat_file, folder / name)

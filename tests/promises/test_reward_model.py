@@ -134,7 +134,7 @@ def one(base, tmp_path_factory):
     return learn(tmp_path_factory.mktemp("one") / "run", *base, "--per_device_train_batch_size", 4)
 
 
-@pytest.mark.parametrize(("at_once", "config"), [(2, "fsdp2"), (1, "ddp"), slow(2, "deepspeed_zero2")])
+@pytest.mark.parametrize(("at_once", "config"), [(2, "fsdp2"), (1, "ddp"), slow(2, "tensor_parallel")])
 def test_learns_the_same_however_launched_and_a_kill_changes_nothing(one, base, tmp_path, at_once, config):
     flags = (*base, "--per_device_train_batch_size", at_once)
     other = run("dpo", tmp_path / "run", *flags, processes=2, config=config)
