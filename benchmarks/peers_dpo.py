@@ -26,6 +26,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def trl(options: argparse.Namespace) -> Any:
         validation_file=tuple(settings["validation_file"]),
         seq_length=settings["seq_length"],
     )
-    pairs, _ = read_pairs(data_options, load_tokenizer(str(demo.MODEL)), demo_samples=0)
+    pairs, _ = read_pairs(SimpleNamespace(data=data_options), load_tokenizer(str(demo.MODEL)), demo_samples=0)
     records = [json.loads(line) for line in Path(options.folder, "pairs.jsonl").read_text().splitlines()]
     order: Any = GroupedOrder(len(pairs), 8, settings["seed"], lengths=pairs.lengths)
     if options.shuffled:

@@ -36,7 +36,7 @@ from shared.config.options import (
 from shared.config.types import Count, CountOrZero, Free, Positive, PositiveOrZero, within
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from shared.text.options import PreferenceConfig
+from shared.text.options import PreferenceConfig, VisionConfig
 
 DEMO = {"global_batch_size": 16, "max_steps": 40}  # about two minutes on two CPU cores
 DEMO_SAMPLES = 800
@@ -68,6 +68,7 @@ class Config:
     data: PreferenceConfig = PreferenceConfig(
         seq_length=512, eval_samples=256, validation_split_percentage=10.0
     )
+    vision: VisionConfig = VisionConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=4)
     optim: OptimConfig = OptimConfig(weight_decay=0.0)
     speed: SpeedConfig = SpeedConfig()
@@ -271,7 +272,7 @@ def save(run: Run, model: nn.Module, tokenizer: Any, end: int | None) -> None:
 def main(config: Config) -> None:
     setup = Setup(config, "dpo", unit="pairs", demo=DEMO, strategy=strategy_of_rows)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
+    train, held_out = read_pairs(config, tokenizer, demo_samples=DEMO_SAMPLES)
     setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)

@@ -22,6 +22,7 @@ from tools import new
 # 2026-12-01: conversations of several answers: how they are read, and learned (400); other samplers (200).
 # 2026-12-01: other prompts for groups that teach nothing (300). Errors of rewards and scores as one line (200).
 # Scores of a reward model reach rewards and evaluations; two tokenizers are compared here (300).
+# 2026-12-01: images in pairs (300).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 3_000,
@@ -36,7 +37,7 @@ FOLDERS = {
     "process": 3_700,
     "rollouts": 4_700,
     "run": 19_000,
-    "text": 20_700,
+    "text": 21_000,
     "training": 3_200,
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
@@ -77,9 +78,9 @@ EXTRAS = {
     "tars": 1_200,
     "tensor": 700,
     "turns": 1_200,
-    "vision": 5_700,
+    "vision": 6_100,
 }
-CORE = 116_000
+CORE = 116_300
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

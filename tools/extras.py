@@ -77,7 +77,7 @@ WITHOUT_USE = {
         "vision",
     },
     "distill": {"masked", "replicas", "tars", "vision"},
-    "dpo": {"masked", "replicas", "streaming", "tars", "vision"},
+    "dpo": {"masked", "replicas", "streaming", "tars"},
     "grpo": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
     "lora_finetune": {"masked", "replicas", "tars"},
     "full_finetune": {"masked", "replicas", "tars"},

@@ -118,7 +118,7 @@ def answer(
             [prompts[number] for number in asked],
             max_new_tokens=max_new_tokens,
             ends=ends,
-            draws=None if draws is None else draws[chosen],
+            draws=None if draws is None else draws[asked],
             beside=None if images is None else partial(images.inputs, asked),
         )
         yield from zip(chosen, found[: len(chosen)], strict=True)
@@ -150,7 +150,7 @@ def log_answers(
     if not chosen:
         return {}
     samples = [held_out.prompt(index) for index in chosen]
-    images = held_out.images_of(chosen) if hasattr(held_out, "images_of") else None
+    images = held_out.images_of(chosen)
     prompts = [prompt for prompt, *_ in samples]
     ends = ends_of(model, tokenizer, held_out.end)
     share = sharding.share(run.accelerator)

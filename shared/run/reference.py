@@ -82,13 +82,7 @@ def add_reference(setup: Prepared, model: nn.Module, pairs: Pairs, start: Start)
         return "read"
     # the last row is that of rows that only fill a batch, whose index is -1
     found = torch.zeros(len(pairs) + 1, 2, device=accelerator.device)
-    loader = one_pass(
-        pairs,
-        pairs.lengths,
-        setup.config.data.seq_length,
-        setup.config.batch.per_device_eval_batch_size,
-        sharding.share(accelerator),
-    )
+    loader = one_pass(pairs, setup.config, sharding.share(accelerator))
     steps = loader.steps_per_epoch or 0
     with in_eval_mode(model):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):

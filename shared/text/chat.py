@@ -137,6 +137,10 @@ class Conversations(Split):
         """A batch of rows, see `packing.collate_padded`."""
         return collate_padded(rows, **padding)
 
+    def images_of(self, chosen: Sequence[int]) -> Any:
+        """The images of the prompts of some samples, for `answers.answer`."""
+        return None
+
     def prompt(self, index: int) -> tuple[list[int], list[int], dict[str, Any]]:
         """(ids before the last learned turn, the ids of that turn, the columns of the record that
         are not learned): what to give the model, and what to compare with. If nothing is learned,

@@ -1,28 +1,22 @@
 """From prepared conversations to micro-batches: several conversations in a row, or one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
-from shared.data import records
 from shared.data.loader import Loader, Share
 from shared.data.order import EvenSubset, Order, training_order
 from shared.models import attention
 from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
-from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.options import ChatConfig
+from shared.text.images import see_images
 from shared.text.packing import Packed, collate_packed
 from shared.training import defaults
-
-IMAGES = ("images", "image")  # columns
-LOOK = 100  # records of each source that are looked at
 
 
 @dataclass
@@ -58,34 +52,6 @@ def read_conversations(
     train, held_out = chat.open_samples(config.data, tokenizer, kind, demo_samples)
     chat.show_samples(train, tokenizer, config.data)
     return train, held_out
-
-
-def see_images(options: ChatConfig) -> bool:
-    """Whether images are learned. Every rank calls this."""
-    if options.is_demo or set(IMAGES) & set(options.allow_unused_columns):
-        return False
-    trained = [replace(of, validation_file=()) for of in options.sources().values()]
-    sources = [records.open_sources(of, demo=chat.DEMO)[0] for of in trained]
-    return on_main(lambda: any(_has_images(source.read()) for source in sources))
-
-
-def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, dict) and str(part.get("type", "")) in ("image", "image_url")
-
-
-def _has_images(found: records.Records) -> bool:
-    """Whether one of the first records has images."""
-
-    def search(value: Any) -> bool:
-        if isinstance(value, dict):
-            return is_image(value) or any(map(search, value.values()))
-        return isinstance(value, list) and any(map(search, value))
-
-    return any(
-        any(record.get(name) for name in IMAGES) or search(record)
-        for _, record in islice(found, LOOK)
-    )
 
 
 def choose_packing(setup: Any, model: nn.Module, *, why_not: str = "") -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.forms import Messages, read_list, require_columns
+from shared.text.images import see_images
 from shared.text.loaders import ChatData, choose_packing
-from shared.text.options import PreferenceConfig
 from shared.text.packing import collate_packed, collate_padded, joined
 from shared.training import defaults
 
@@ -180,8 +181,9 @@ class Pairs:
         return len(self.samples) // 2
 
     def __getitem__(self, index: int) -> Row:
-        row = joined([self.samples[2 * index + answer] for answer in (0, 1)])
-        return {**row, "reference": self.reference[index]}
+        both = [self.samples[2 * index + answer] for answer in (0, 1)]
+        images = [row.get("images") for row in both]
+        return {**joined(both), "reference": self.reference[index], "images": images}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -190,8 +192,18 @@ class Pairs:
         """(ids before the chosen answer, its ids, the columns that are not learned)."""
         return self.samples.prompt(2 * index)
 
+    def images_of(self, chosen: Sequence[int]) -> Any:
+        """As of `Conversations`."""
+        return self.samples.images_of([2 * index for index in chosen])
 
-def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
+
+def collate_pairs(
+    rows: list[Row],
+    *,
+    packed: bool,
+    seq_length: int,
+    collate: Callable[..., Batch] = collate_padded,
+) -> Batch:
     """Rows of `Pairs` -> a batch for one forward of both answers.
 
     It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an
@@ -201,12 +213,15 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
       rejected of the pair i;
     - `lengths`: [pairs, 2] int64, target tokens of each answer; 0 where a pair counts for nothing;
     - `reference`: [pairs, 2] fp32.
+
+    Args:
+        collate: makes the batch of answers that are not packed.
     """
     cuts = [int(np.flatnonzero(row["position_ids"] == 0)[1]) for row in rows]
     halves: list[Row] = [
-        {key: row[key][part] for key in ("input_ids", "labels")}
+        {"input_ids": row["input_ids"][part], "labels": row["labels"][part], "images": images}
         for row, cut in zip(rows, cuts, strict=True)
-        for part in (slice(cut), slice(cut, None))
+        for part, images in zip((slice(cut), slice(cut, None)), row["images"], strict=True)
     ]
     if packed:
         batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length, longest=seq_length)
@@ -214,10 +229,10 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
         number = torch.arange(len(rows))[:, None]
         batch["answers"] = 2 * number + (place >= torch.tensor(cuts)[:, None])
     else:
-        batch = collate_padded(halves, multiple_of=16, at_most=seq_length)
-        batch["answers"] = (
-            torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
-        )
+        batch = collate(halves, multiple_of=16, at_most=seq_length)
+        # a row without an answer may follow
+        number = torch.arange(len(batch["labels"])).clamp(max=len(halves) - 1)[:, None]
+        batch["answers"] = number.expand_as(batch["labels"]).contiguous()
     batch["lengths"] = torch.tensor(
         [int((half["labels"] != IGNORED).sum()) for half in halves]
     ).view(-1, 2)
@@ -226,22 +241,31 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
 
 
 def read_pairs(
-    options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int
+    config: Any, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int
 ) -> tuple[Pairs, Pairs]:
-    """(pairs to train on, to validate on), tokenised. Notes the first. Every rank calls this.
+    """(pairs to train on, to validate on), tokenised. Notes the first. With images if one of the
+    first records of a source to train on has any. Every rank calls this.
 
     Args:
+        config: a template's, with `data`, `vision` and `model_name_or_path`.
         demo_samples: how many pairs of the demo are read, unless --max_train_samples says.
 
     Raises:
         ConfigError: wrong input, with its place, or no pair with anything to learn.
     """
-    kind = ToPairs
-    if options.margin_column:
+    kind: Any = ToPairs
+    if config.data.margin_column:
         from shared.extras.reward_model.margins import ToPairsWithMargins
 
         kind = ToPairsWithMargins
-    train, held_out = map(Pairs, chat.open_samples(options, tokenizer, kind, demo_samples))
+    if see_images(config.data):
+        if config.loss_type == "reward":
+            raise ConfigError("--loss_type reward: a reward model sees no images")
+        from shared.extras.vision.conversations import image_samples
+        from shared.extras.vision.pairs import ToImagePairs
+
+        kind = image_samples(config, tokenizer, ToImagePairs)
+    train, held_out = map(Pairs, chat.open_samples(config.data, tokenizer, kind, demo_samples))
     for number, name in enumerate(("chosen", "rejected")):
         note(
             f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:",
@@ -271,29 +295,39 @@ def arrange(setup: Any, model: nn.Module, train: Pairs, held_out: Pairs) -> Chat
     options, batch = setup.config.data, setup.config.batch
     batch.require_full_batch(count, "pairs")
     share = sharding.share(setup.accelerator)
-    workers = batch.dataloader_num_workers or 0
-    collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
+    workers = batch.dataloader_num_workers
+    workers = train.samples.workers if workers is None else workers
+    of_rows = train.samples.collate
+    collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length, collate=of_rows)
     order = training_order(train, batch, options, is_padded=True)
     loader = Loader(
         train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
     )
-    chosen = EvenSubset(held_out, options.eval_samples)
-    size = batch.per_device_eval_batch_size
-    validation = one_pass(chosen, None, options.seq_length, size, share)
+    validation = one_pass(held_out, setup.config, share, most=options.eval_samples)
     about = setup.about["data"] = chat.describe(train.samples, options, of_record=2)
     fingerprint = f"{train.samples.fingerprint}, {held_out.samples.fingerprint}"
     return ChatData(loader, validation, held_out, about, fingerprint)
 
 
-def one_pass(
-    samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share
-) -> Loader:
-    """Padded batches of all pairs once, without gradients; those of similar lengths together, if
-    these are given.
+def one_pass(pairs: Pairs, config: Any, share: Share, *, most: int | None = None) -> Loader:
+    """Padded batches of pairs once, without gradients.
+
+    Args:
+        config: a template's, with `data` and `batch`.
+        most: only so many pairs, evenly spaced and in their order; None: all, those of similar
+            lengths together.
     """
-    size = per_device * share.world_size
-    order = Order(len(samples), size, 0, shuffle=False)
-    if lengths is not None:
-        order = GroupedOrder(len(samples), size, 0, lengths=lengths)
-    collate = partial(collate_pairs, packed=False, seq_length=seq_length)
-    return Loader(samples, collate, order, share, per_device=per_device)
+    read = pairs.samples
+    size = config.batch.per_device_eval_batch_size
+    rows = size * share.world_size
+    samples: Any = pairs
+    order: Order = GroupedOrder(len(pairs), rows, 0, lengths=pairs.lengths)
+    if most is not None:
+        samples = EvenSubset(pairs, most)
+        order = Order(len(samples), rows, 0, shuffle=False)
+    collate = partial(
+        collate_pairs, packed=False, seq_length=config.data.seq_length, collate=read.collate
+    )
+    workers = config.batch.dataloader_num_workers
+    workers = read.workers if workers is None else min(workers, read.workers)
+    return Loader(samples, collate, order, share, per_device=size, num_workers=workers)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +278,6 @@ def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, 
     pairs = [{"prompt": f"Say {n}:", "chosen": f" {n}", "rejected": " no", "points": n} for n in range(1, 5)]
     file = write_lines(tmp_path / "pairs.jsonl", pairs)
     options = PreferenceConfig(train_file=(str(file),), validation_file=(str(file),), seq_length=64)
-    _, tuned = preferences.read_pairs(options, tokenizer, demo_samples=1)
+    _, tuned = preferences.read_pairs(SimpleNamespace(data=options), tokenizer, demo_samples=1)
     _, reference, others = tuned.prompt(2)
     assert tokenizer.decode(reference, skip_special_tokens=True) == " 3" and others == {"points": 3}

@@ -41,6 +41,7 @@ ASKED = {
     ("run/setup.py", "rehearsal"),
     ("text/loaders.py", "vision"),
     ("text/preferences.py", "reward_model"),
+    ("text/preferences.py", "vision"),
     ("text/pretraining.py", "streaming"),
     ("training/optim.py", "optimizers"),
 }
@@ -124,7 +125,8 @@ def inputs(tmp_path_factory, image_folder, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("extra", "template", "flags"), [*IN_ONE_PROCESS, ("vision", "lora_finetune", ("--train_file", "{pictures}"))]
+    ("extra", "template", "flags"),
+    [*IN_ONE_PROCESS, *(("vision", template, ("--train_file", "{pictures}")) for template in ("lora_finetune", "dpo"))],
 )
 def test_a_run_that_asks_for_a_missing_extra_ends_with_one_line(monkeypatch, tmp_path, inputs, extra, template, flags):
     for name in [name for name in sys.modules if name.startswith(f"shared.extras.{extra}")]:

@@ -26,7 +26,7 @@ from shared.models.loss import causal_lm_loss
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.loaders import see_images
+from shared.text.images import see_images
 from shared.text.options import ChatConfig, VisionConfig
 from tests.conftest import instead, learn_here, run, slow, write_lines
 from tests.run.test_evaluate import evaluated

@@ -116,7 +116,8 @@ def test_a_pair_of_full_length_beside_a_short_one_fits_a_table_of_positions():
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, n_positions=64)).eval()
     answers = rows_of(60, 64, 10, 50)
-    pairs = [joined(answers[start : start + 2]) | {"reference": np.zeros(2, np.float32)} for start in (0, 2)]
+    others = {"reference": np.zeros(2, np.float32), "images": [None, None]}
+    pairs = [joined(answers[start : start + 2]) | others for start in (0, 2)]
     batch = collate_pairs(pairs, packed=True, seq_length=64)
     together = causal_lm_loss(model, batch)
     torch.testing.assert_close(together, sum(causal_lm_loss(model, collate_padded([answer])) for answer in answers))

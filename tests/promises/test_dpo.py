@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,7 +195,7 @@ def pairs_of(records, tokenizer, tmp_path, **options):
     path = write_lines(tmp_path / f"{random.random()}.jsonl", records)
     options = {"seq_length": 96, "preprocessing_num_workers": 1} | options
     config = PreferenceConfig(train_file=(str(path),), validation_file=(str(path),), **options)
-    train, _ = preferences.read_pairs(config, tokenizer, demo_samples=1)
+    train, _ = preferences.read_pairs(SimpleNamespace(data=config), tokenizer, demo_samples=1)
     print(chat.describe(train.samples, config, 2), file=sys.stderr)  # as the summary does
     return train
 

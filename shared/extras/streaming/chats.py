@@ -17,7 +17,8 @@ from shared.extras.streaming.stream import BEGIN, InMemory, Streamed
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.text import chat
-from shared.text.loaders import ChatData, choose_packing, see_images, validation_loader
+from shared.text.images import see_images
+from shared.text.loaders import ChatData, choose_packing, validation_loader
 from shared.text.packing import collate_padded
 
 BATCH = 16  # conversations of a step, unless --global_batch_size says

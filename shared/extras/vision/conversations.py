@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from shared.process.errors import ConfigError
 from shared.text.chat import Conversations, ToSamples
 from shared.text.encoder import Encoder, Span
 from shared.text.forms import IMAGE, Example, Messages
-from shared.text.options import ChatConfig, VisionConfig
+from shared.text.options import RecordsConfig, VisionConfig
 from shared.text.packing import collate_padded
 
 
@@ -38,7 +38,7 @@ class ImageEncoder(Encoder):
         sizes: width and height of each image of the next conversation, in pixels. Whoever calls
             this sets them before, in place: a text with IMAGE does not say them. The call removes
             those of images that it leaves out, the last ones.
-        where: its file and line, for errors.
+        where: its file and line, for errors; set before, too.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str, processor: ImageProcessor) -> None:
@@ -56,7 +56,6 @@ class ImageEncoder(Encoder):
     def __call__(
         self, example: Example, where: str, notes: Notes | None = None
     ) -> tuple[list[int], np.ndarray]:
-        self.where = where
         ids, learned = super().__call__(example, where, notes)
         # special tokens that the processor writes around images, such as <|vision_start|>
         borders = self.special.intersection(chain(*self.processor.ids_of(tuple(self.sizes))))
@@ -102,96 +101,6 @@ class ImageEncoder(Encoder):
         return ids, inside, np.searchsorted(new, places, side="right") - 1
 
 
-def image_samples(config: Any, tokenizer: Any) -> Any:
-    """What turns records into samples, with the model's own processor.
-
-    Args:
-        config: a template's, with `vision` and `model_name_or_path`.
-
-    Raises:
-        ConfigError: this launch or this model cannot train with images.
-    """
-    if ranks.sequence_ranks() > 1:
-        raise ConfigError("ranks cannot share rows with images: launch without sp_size")
-    processor = ImageProcessor(config.model_name_or_path, tokenizer)
-    return partial(ToImageSamples, processor=processor, vision=config.vision)
-
-
-class ToImageSamples(ToSamples):
-    """Records with and without images to samples, see `store.Encode`. A sample with images that is
-    too long is left out: an image cannot be cut.
-    """
-
-    kind = "image-chat"
-    code = (*ToSamples.code, "extras/vision", "images/decoding.py")
-
-    def __init__(
-        self, tokenizer: Any, config: ChatConfig, processor: ImageProcessor, vision: VisionConfig
-    ) -> None:
-        super().__init__(tokenizer, config)
-        encoder = ImageEncoder(tokenizer, config.loss_on, processor)
-        self.encoder = encoder
-        self.sizes = encoder.sizes
-        self.processor = processor
-        self.vision = vision
-        self.opened = partial(
-            ImageConversations, processor=processor, max_pixels=vision.image_max_pixels
-        )
-        self.pictures: list[list[Picture]] = []  # of the samples that a call makes
-
-    def identity(self) -> Any:
-        vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
-        return [super().identity(), self.processor.identity(), vision]
-
-    def __call__(self, items: list[Any], notes: Notes) -> Encoded:
-        self.pictures = []
-        encoded = super().__call__(items, notes)
-        # without paths: images that were moved are the same data
-        contents = [[picture[1:] for picture in pictures] for pictures in self.pictures]
-        sums = [zlib.crc32(json.dumps(content).encode()) for content in contents]
-        checksums = encoded.table["checksum"] ^ np.array(sums, np.int64)
-        return replace(
-            encoded,
-            table=encoded.table | {"checksum": checksums},
-            lines={**encoded.lines, "pictures": self.pictures},
-        )
-
-    def samples(
-        self, record: dict[str, Any], form: str, where: str, notes: Notes
-    ) -> list[tuple[list[int], np.ndarray]]:
-        record, references = take_images(record, form, where)
-        if references and (form == "plain text" or isinstance(record.get("prompt"), str)):
-            raise ConfigError(f"{where}: images need messages, not texts that are joined")
-        pictures: list[Picture] = []
-        self.sizes.clear()
-        for number, reference in enumerate(references, 1):
-            try:
-                picture = find(reference, where, self.vision)
-                size = shrunk(picture.width, picture.height, self.vision.image_max_pixels)
-                self.processor.require(size)
-            except BadImage as error:
-                if not self.vision.skip_bad_images:
-                    raise ConfigError(
-                        f"{where}: image {number}: {error}: repair it, or leave such samples out "
-                        "with --skip_bad_images"
-                    ) from None
-                notes.add("bad", f"{where}: image {number}: {error}")
-                return []
-            pictures.append(picture)
-            self.sizes.append(size)
-        if not pictures:
-            samples = super().samples(record, form, where, notes)
-        else:
-            ids, learned = self.encode(record, form, where, notes)
-            is_long = len(ids) > self.seq_length + 1
-            if is_long:
-                notes.add("long", f"{where}: {len(ids):,} tokens")
-            samples = [] if is_long or not learned[1:].any() else [(ids, learned)]
-            pictures = pictures[: len(self.sizes)]
-        self.pictures += [pictures] * len(samples)
-        return samples
-
-
 class ImageConversations(Conversations):
     """Prepared samples, one conversation with its images a row.
 
@@ -226,7 +135,7 @@ class ImageConversations(Conversations):
         return [open_picture(picture, self.max_pixels) for picture in pictures]
 
     def images_of(self, chosen: Sequence[int]) -> PromptImages:
-        """The images of the prompts of some samples, for `answers.answer`."""
+        """As of `Conversations`."""
         return PromptImages(self, chosen)
 
     def __getitem__(self, index: int) -> Row:
@@ -256,3 +165,122 @@ class ImageConversations(Conversations):
         """
         pixels = self.processor.inputs([row for row in images if row])
         return pixels | self.processor.types(input_ids.numpy())
+
+
+class LeftOut(Exception):
+    """A record is not learned: what of the notes that is, and its place."""
+
+
+class ToImageSamples(ToSamples):
+    """Records with and without images to samples, see `store.Encode`. A sample with images that is
+    too long is left out: an image cannot be cut.
+    """
+
+    kind = "image-chat"
+    rows = ImageConversations
+    code = (*ToSamples.code, "extras/vision", "images/decoding.py")
+
+    def __init__(
+        self, tokenizer: Any, config: RecordsConfig, processor: ImageProcessor, vision: VisionConfig
+    ) -> None:
+        super().__init__(tokenizer, config)
+        self.encoder = self.of_images = ImageEncoder(tokenizer, self.encoder.loss_on, processor)
+        self.processor = processor
+        self.vision = vision
+        self.opened = partial(self.rows, processor=processor, max_pixels=vision.image_max_pixels)
+        self.encoded: list[list[Picture]] = []  # of the texts of a record
+        self.pictures: list[list[Picture]] = []  # of the samples that a call makes
+
+    def identity(self) -> Any:
+        vision = [self.vision.image_max_pixels, self.vision.skip_bad_images]
+        return [super().identity(), self.processor.identity(), vision]
+
+    def __call__(self, items: list[Any], notes: Notes) -> Encoded:
+        self.pictures = []
+        encoded = super().__call__(items, notes)
+        # without paths: images that were moved are the same data
+        contents = [[picture[1:] for picture in pictures] for pictures in self.pictures]
+        sums = [zlib.crc32(json.dumps(content).encode()) for content in contents]
+        checksums = encoded.table["checksum"] ^ np.array(sums, np.int64)
+        return replace(
+            encoded,
+            table=encoded.table | {"checksum": checksums},
+            lines={**encoded.lines, "pictures": self.pictures},
+        )
+
+    def samples(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> list[tuple[list[int], np.ndarray]]:
+        self.encoded = []
+        try:
+            samples = super().samples(record, form, where, notes)
+        except LeftOut as left_out:
+            notes.add(*left_out.args)
+            return []
+        # a long text without images makes several samples
+        self.pictures += (self.encoded * len(samples))[: len(samples)]
+        return samples
+
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
+        """As of `ToSamples`, with the tokens of images, which are noted as `encoded`.
+
+        Raises:
+            LeftOut: an image is bad, and such samples are left out, or the text is too long.
+        """
+        record, references = take_images(record, form, where)
+        is_joined = form == "prompt and completion" and isinstance(record.get("prompt"), str)
+        if references and (form == "plain text" or is_joined):
+            raise ConfigError(f"{where}: images need messages, not texts that are joined")
+        pictures = self.find(references, where)
+        self.of_images.sizes[:] = map(self.size_of, pictures)
+        self.of_images.where = where
+        ids, learned = super().encode(record, form, where, notes)
+        if pictures and len(ids) > self.seq_length + 1:
+            raise LeftOut("long", f"{where}: {len(ids):,} tokens")
+        self.encoded.append(pictures[: len(self.of_images.sizes)])
+        return ids, learned
+
+    def size_of(self, picture: Picture) -> tuple[int, int]:
+        """Width and height of an image as it is learned."""
+        return shrunk(picture.width, picture.height, self.vision.image_max_pixels)
+
+    def find(self, references: list[Any], where: str) -> list[Picture]:
+        """The images that a record names.
+
+        Raises:
+            ConfigError: an image may not be read, or is bad.
+            LeftOut: it is bad, and such samples are left out.
+        """
+        pictures = []
+        for number, reference in enumerate(references, 1):
+            try:
+                pictures.append(find(reference, where, self.vision))
+                self.processor.require(self.size_of(pictures[-1]))
+            except BadImage as error:
+                said = f"{where}: image {number}: {error}"
+                if self.vision.skip_bad_images:
+                    raise LeftOut("bad", said) from None
+                raise ConfigError(
+                    f"{said}: repair it, or leave such samples out with --skip_bad_images"
+                ) from None
+        return pictures
+
+
+def image_samples(
+    config: Any, tokenizer: Any, kind: type[ToImageSamples] = ToImageSamples
+) -> Callable[..., ToImageSamples]:
+    """What turns records into samples, with the model's own processor.
+
+    Args:
+        config: a template's, with `vision` and `model_name_or_path`.
+        kind: of records, and of samples.
+
+    Raises:
+        ConfigError: this launch or this model cannot train with images.
+    """
+    if ranks.sequence_ranks() > 1:
+        raise ConfigError("ranks cannot share rows with images: launch without sp_size")
+    processor = ImageProcessor(config.model_name_or_path, tokenizer)
+    return partial(kind, processor=processor, vision=config.vision)

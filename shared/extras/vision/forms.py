@@ -1,11 +1,12 @@
 """Where records of conversations have images, and what names each."""
 
 import re
+from itertools import chain
 from typing import Any
 
 from shared.process.errors import ConfigError
 from shared.text.forms import FORMS, IMAGE
-from shared.text.loaders import IMAGES, is_image
+from shared.text.images import IMAGES, is_image
 
 MARK = "<image>"
 # columns whose texts may have marks, in their order in a conversation
@@ -24,7 +25,7 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
     mark `<image>` in a text, which takes the next of the column `images` or `image`.
 
     Args:
-        form: of `text.forms`; marks count in its columns alone.
+        form: of `text.forms`, or the column of a prompt; marks count in its columns alone.
 
     Raises:
         ConfigError: there are two columns, or one has more or fewer images than the texts have
@@ -50,8 +51,9 @@ def take_images(record: dict[str, Any], form: str, where: str) -> tuple[dict[str
             return {"type": "text", "text": IMAGE}
         return {key: v if key == "tool_calls" else replaced(v) for key, v in value.items()}
 
-    of_form = [name for columns in FORMS[form] for name in columns]
-    texts = {n: replaced(record[n]) for n in TEXTS if n in record and n in of_form}
+    of_form = [*chain(*FORMS.get(form, [("system", form)]))]
+    names = [name for name in dict.fromkeys((*TEXTS, form)) if name in record and name in of_form]
+    texts = {name: replaced(record[name]) for name in names}
     places = references.count(None)
     if places != len(listed):
         raise ConfigError(
