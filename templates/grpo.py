@@ -33,6 +33,7 @@ from shared.config.types import Count, CountOrZero, Free, Positive, PositiveOrZe
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.rollouts.options import PromptConfig
+from shared.text.options import VisionConfig
 
 DEMO = {"global_batch_size": 16, "max_steps": 60, "max_new_tokens": 3}
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
@@ -72,6 +73,7 @@ class Config:
     kl_coef: PositiveOrZero = 0.0  # Weight of the KL divergence from the model without adapters
     adapter: AdapterConfig = ADAPTER
     data: PromptConfig = PromptConfig()
+    vision: VisionConfig = VisionConfig()
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=8, per_device_eval_batch_size=64)
     optim: OptimConfig = OptimConfig(weight_decay=0.0, lr_scheduler_type="constant")
     speed: SpeedConfig = SpeedConfig()
@@ -221,7 +223,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "grpo", demo=DEMO)
     setup.set_defaults("answers", max_new_tokens=512)
     tokenizer = load_tokenizer(config.model_name_or_path)
-    train, held_out = read_prompts(config.data, tokenizer)
+    train, held_out = read_prompts(config, tokenizer)
     setup.about["data"] = describe(train, held_out, config.data)
     setup.describe_data(train, held_out, tokenizer)  # data.json; with --preprocess_only, the end
     model = build_model(setup, tokenizer, train)

@@ -18,11 +18,9 @@ from tools import new
 # To the next hundred. 2026-11-29: what few runs need went into extras, the loaders and evaluations of templates came here;
 # optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
-# 2026-12-01: other prompts for groups that teach nothing (300).
-# 2026-12-01: conversations of several answers: how they are read, and learned (400); other samplers (200).
-# 2026-12-01: other prompts for groups that teach nothing (300). Errors of rewards and scores as one line (200).
-# Scores of a reward model reach rewards and evaluations; two tokenizers are compared here (300).
-# 2026-12-01: images in pairs (300).
+# 2026-12-01: other prompts for groups that teach nothing (300), several answers (400), other samplers (200).
+# Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (300).
+# 2026-12-01: images in pairs and prompts (500).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 3_000,
@@ -35,17 +33,17 @@ FOLDERS = {
     "models": 22_400,
     "parallel": 3_700,
     "process": 3_700,
-    "rollouts": 4_700,
+    "rollouts": 4_800,
     "run": 19_000,
     "text": 21_000,
     "training": 3_200,
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 91_100,
-    "dpo": 85_800,
+    "distill": 91_200,
+    "dpo": 85_900,
     "full_finetune": 77_900,
-    "grpo": 85_100,
+    "grpo": 85_600,
     "image_classification": 63_400,
     "lora_finetune": 81_400,
     "pretrain": 70_100,
@@ -77,10 +75,10 @@ EXTRAS = {
     "tagging": 6_900,
     "tars": 1_200,
     "tensor": 700,
-    "turns": 1_200,
-    "vision": 6_100,
+    "turns": 1_300,
+    "vision": 6_200,
 }
-CORE = 116_300
+CORE = 116_400
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

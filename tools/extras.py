@@ -78,7 +78,7 @@ WITHOUT_USE = {
     },
     "distill": {"masked", "replicas", "tars", "vision"},
     "dpo": {"masked", "replicas", "streaming", "tars"},
-    "grpo": {"masked", "replicas", "sequence", "streaming", "tars", "vision"},
+    "grpo": {"masked", "replicas", "sequence", "streaming", "tars"},
     "lora_finetune": {"masked", "replicas", "tars"},
     "full_finetune": {"masked", "replicas", "tars"},
 }

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from shared.answers.answers import answer, batches_to_answer, written
 from shared.data.notes import Notes
 from shared.process.errors import ConfigError
+from shared.rollouts.prompts import ToPrompts
 from shared.rollouts.rollouts import Rollouts, divided, plain
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, Messages
@@ -32,6 +33,26 @@ class _Talk:
     values: list[float]  # log-probabilities of another engine, if it gives any
 
 
+class ToTalks(ToPrompts):
+    """Like `ToPrompts`, but a record keeps its messages as `conversation`."""
+
+    def identity(self) -> Any:
+        return super().identity() | {"keeps": "conversation"}
+
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
+        encoded = super().encode(record, form, where, notes)
+        messages = self._example(record, form, where, Notes()).messages
+        if not messages:
+            raise ConfigError(
+                f"{where}: --max_turns needs messages, or a model with a chat template"
+            )
+        record["conversation"] = messages
+        notes.add("unused conversation")
+        return encoded
+
+
 class Turns:
     """Answers to prompts, to what the user's function writes after them, and so on.
 
@@ -49,9 +70,7 @@ class Turns:
     def answers(
         self,
         ask: Ask,
-        prompts: Sequence[list[int]],
-        records: Sequence[dict[str, Any]],
-        *,
+        samples: Sequence[Any],
         max_new_tokens: int,
         ends: Sequence[int],
         draws: np.ndarray | None = None,
@@ -61,15 +80,16 @@ class Turns:
         this, and goes through it to the end.
 
         Args:
-            prompts: token ids of all.
-            records: with the prompt's messages as `conversation`.
+            samples: all `Conversations.prompt`s, whose records have the messages as `conversation`.
             max_new_tokens: of all that follows a prompt.
             ends, draws: see `generation.generate`; token n after a prompt has its draw n.
 
         Raises:
             ConfigError: `turn` returns no messages, or the chat template refuses them.
         """
-        talks = [_Talk(n, [], [*record["conversation"]], []) for n, record in enumerate(records)]
+        talks = [
+            _Talk(n, [], [*record["conversation"]], []) for n, (*_, record) in enumerate(samples)
+        ]
         for count in range(1, self.most + 1):
             left = [max_new_tokens - len(talk.ids) for talk in talks]
             drawn = None
@@ -77,7 +97,7 @@ class Turns:
                 drawn = np.zeros((len(talks), max(left)))
                 for row, talk, room in zip(drawn, talks, left, strict=True):
                     row[:room] = draws[talk.number, -room:]
-            asked = [prompts[talk.number] + plain(talk.ids) for talk in talks]
+            asked = [samples[talk.number][0] + plain(talk.ids) for talk in talks]
             going = []
             for place, ids, *values in ask(asked, max(left), drawn):
                 talk = talks[place]
@@ -90,7 +110,7 @@ class Turns:
                         self.encoder.tokenizer, asked[place], ids[: left[place]], ends
                     )
                     talk.messages.append({"role": "assistant", "content": text})
-                    more = self._after(talk, records[talk.number])
+                    more = self._after(talk, samples[talk.number][-1])
                 if more and len(more) < max_new_tokens - len(talk.ids):  # leaves room for an answer
                     talk.ids += [-2 - token for token in more]
                     talk.values += [0.0] * len(more) * bool(values)
@@ -118,9 +138,7 @@ class Turns:
             mine = batches_to_answer(model, prompts, count, *of_rank)
             return answer(model, prompts, mine.tolist(), max_new_tokens=count, ends=ends)
 
-        prompts, _, records = zip(*samples, strict=True)
-        limits: Any = {"max_new_tokens": rollouts.max_new_tokens, "ends": ends}
-        for number, ids in self.answers(ask, prompts, records, **limits):
+        for number, ids in self.answers(ask, samples, rollouts.max_new_tokens, ends):
             prompt, *others = samples[number]
             before, last = divided(prompt, ids)
             samples[number] = (before, *others)

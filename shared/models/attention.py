@@ -136,7 +136,7 @@ def forward_rows(model: nn.Module, batch: Batch, *, like: Any = None) -> Any:
         inputs["position_ids"] = angles.positions_without_padding(batch)
     for name in batch:
         if name.startswith("image."):  # see `shared.vision`
-            inputs[name.removeprefix("image.")] = batch[name]
+            inputs[name.removeprefix("image.")] = batch[name].to(batch["input_ids"].device)
     positions = batch.get("row_positions", batch.get("position_ids"))
     length = batch["row_positions"].shape[1] if "row_positions" in batch else 0
     if "attention_mask" in batch:

@@ -21,6 +21,7 @@ from shared.rollouts.options import PromptConfig
 from shared.text import chat
 from shared.text.chat import Conversations
 from shared.text.forms import Example, from_cell
+from shared.text.images import see_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,14 +57,11 @@ class ToPrompts(chat.ToSamples):
         self.allowed += OF_REWARDS
         self.column = config.prompt_column
         self.system = config.system_prompt
-        self.has_turns = config.max_turns > 1
         if self.system and not self.encoder.has_own_template:
             raise ConfigError("--system_prompt needs a model with a chat template")
 
     def identity(self) -> Any:
-        return super().identity() | {
-            "prompts": [self.column, self.system, *["turns"] * self.has_turns]
-        }
+        return super().identity() | {"prompts": [self.column, self.system]}
 
     def recognise(self, record: dict[str, Any], where: str) -> str:
         """The column of the prompt. Raises ConfigError if there is none."""
@@ -82,7 +80,10 @@ class ToPrompts(chat.ToSamples):
             if is_list and all(isinstance(turn, dict) and "role" in turn for turn in turns):
                 record = record | {column: turns}  # CSV has no lists; other JSON is text
                 if turns[-1]["role"] == "assistant":
-                    record |= {column: turns[:-1], "reference": turns[-1].get("content")}
+                    said = turns[-1].get("content")
+                    if isinstance(said, list) and all(isinstance(part, dict) for part in said):
+                        said = "".join(str(part.get("text", "")) for part in said)
+                    record |= {column: turns[:-1], "reference": said}
             yield column, where, record
 
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
@@ -96,6 +97,16 @@ class ToPrompts(chat.ToSamples):
     def samples(
         self, record: dict[str, Any], form: str, where: str, notes: Notes
     ) -> list[tuple[list[int], np.ndarray]]:
+        ids, learned = self.encode(record, form, where, notes)
+        if not 0 < len(ids) <= self.seq_length:
+            notes.add("long", where)
+            return []
+        return [(ids, learned)]
+
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
+        """(ids of a prompt, [tokens] bool, false): nothing of it is learned."""
         for name in record.keys() - {form, *OF_TEMPLATE}:
             notes.add(f"unused {name}")  # kept in the sample's line
         example = self._example(record, form, where, notes)
@@ -103,17 +114,7 @@ class ToPrompts(chat.ToSamples):
         if example.messages:
             for end in self.encoder.end_tokens - {self.encoder.tokenizer.eos_token_id}:
                 notes.add(f"end {end}")
-        if self.has_turns:
-            if not example.messages:
-                raise ConfigError(
-                    f"{where}: --max_turns needs messages, or a model with a chat template"
-                )
-            record["conversation"] = example.messages
-            notes.add("unused conversation")
-        if not 0 < len(ids) <= self.seq_length:
-            notes.add("long", where)
-            return []
-        return [(ids, np.zeros(len(ids), bool))]
+        return ids, np.zeros(len(ids), bool)
 
     def _example(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> Example:
         """A prompt alone. Raises ConfigError if the model would not see all of it."""
@@ -135,14 +136,28 @@ class ToPrompts(chat.ToSamples):
 
 
 def read_prompts(
-    options: PromptConfig, tokenizer: PreTrainedTokenizerBase
+    config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Conversations, Conversations]:
-    """(prompts to train on, to validate on), tokenised. Notes the first. Every rank calls this.
+    """(prompts to train on, to validate on), tokenised. Notes the first. With images if one of the
+    first records of a source to train on has any. Every rank calls this.
+
+    Args:
+        config: a template's, with `data`, `vision` and `model_name_or_path`.
 
     Raises:
         ConfigError: wrong input, with its place, or no prompt that is short enough.
     """
-    train, held_out = chat.open_samples(options, tokenizer, ToPrompts)
+    kind: Any = ToPrompts
+    if config.data.max_turns > 1:
+        from shared.extras.turns import ToTalks
+
+        kind = ToTalks
+    if see_images(config.data):
+        from shared.extras.vision.conversations import image_samples
+        from shared.extras.vision.rollouts import ToImagePrompts
+
+        kind = image_samples(config, tokenizer, ToImagePrompts)
+    train, held_out = chat.open_samples(config.data, tokenizer, kind)
     ids, _, columns = train.prompt(0)
     note("first prompt:", *indented(str(tokenizer.decode(ids))))
     note(f"the reward function also gets: {', '.join(columns) or 'nothing'}")

@@ -20,10 +20,10 @@ from shared.data.order import IGNORED, Batch, Row, micro_batches, training_order
 from shared.models.generation import ends_of
 from shared.models.loss import target_log_probabilities
 from shared.parallel import sharding
+from shared.process.errors import ConfigError
 from shared.run.run import Run
 from shared.run.setup import Setup
 from shared.text.chat import Conversations
-from shared.text.packing import collate_padded
 from shared.training import defaults
 
 # (answer, record) -> numbers by name, whose sum is the reward
@@ -146,9 +146,9 @@ class Rollouts:
         """The batch that takes the most memory, on the device: the longest prompt, with answers of
         full length.
         """
-        prompt, *_ = self.prompts.prompt(int(self.prompts.lengths.argmax()))
-        answered = self._row(prompt, np.zeros(self.max_new_tokens, np.int64))
-        batch = collate_padded([answered] * rows, multiple_of=16)
+        index = int(self.prompts.lengths.argmax())
+        answered = self._row(index, np.zeros(self.max_new_tokens, np.int64))
+        batch = self.prompts.collate([answered] * rows, multiple_of=16)
         for name in ("advantages", "weights", "old"):
             batch[name] = torch.zeros(len(batch["targets"]))
         return {name: value.to(self.share.device) for name, value in batch.items()}
@@ -199,17 +199,17 @@ class Rollouts:
                 indices[equal] = draw.integers(len(self.prompts), size=len(equal))
                 resampled += len(equal)
             rows = [n * self.group + k for n in equal.tolist() for k in range(self.group)]
-            samples = [self.prompts.prompt(int(indices[row // self.group])) for row in rows]
+            of_rows = [int(indices[row // self.group]) for row in rows]
+            samples = [self.prompts.prompt(index) for index in of_rows]
             asked = [ids for ids, *_ in samples]
             draws = np.stack(
                 [np.random.default_rng((*key, row)).random(self.max_new_tokens) for row in rows]
             )
             if self.turns is None:
-                answered = ask(asked, self.max_new_tokens, draws)
+                images = self.prompts.images_of(of_rows)
+                answered = ask(asked, self.max_new_tokens, draws, images)
             else:
-                limits: Any = {"max_new_tokens": self.max_new_tokens, "ends": ends, "draws": draws}
-                records = [columns for *_, columns in samples]
-                answered = self.turns.answers(ask, asked, records, **limits)
+                answered = self.turns.answers(ask, samples, self.max_new_tokens, ends, draws)
             rewarded: Rewarded = {}
             found = [*answered]
             scores = self._scores([asked[place] + plain(ids) for place, ids, *_ in found])
@@ -263,17 +263,18 @@ class Rollouts:
         prompts: list[list[int]],
         max_new_tokens: int,
         draws: np.ndarray,
+        images: Any = None,
     ) -> Iterator[Any]:
         """Yield (number of a prompt, token ids of its answer) for this rank's part."""
         if self.sampler:
             return self.sampler.answers(model, ends, prompts, max_new_tokens, draws)
         settings: Any = {"max_new_tokens": max_new_tokens, "ends": ends, "draws": draws}
-        if self.engine.can_refill(model):
+        if images is None and self.engine.can_refill(model):
             longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
             mine = longest_first[self.share.rank :: self.share.world_size]
             return self.engine.Refill(model, prompts, **settings).answers(mine, self.at_once)
         batches = batches_to_answer(model, prompts, max_new_tokens, self.at_once, self.share)
-        return answer(model, prompts, batches.tolist(), **settings)
+        return answer(model, prompts, batches.tolist(), images=images, **settings)
 
     def _scores(self, texts: list[list[int]]) -> list[dict[str, float]]:
         """What a record gets: for each text of token ids its score, if a model gives any."""
@@ -283,8 +284,8 @@ class Rollouts:
 
     def judged(
         self, model: nn.Module, samples: list[Any], ends: list[int], answers: Iterable[Any]
-    ) -> list[tuple[int, list[int], dict[str, float]]]:
-        """(number of a sample, token ids of its last answer, what its record gets) for this rank's
+    ) -> Any:
+        """A list of (number of a sample, token ids of its last answer, what its record gets) for this rank's
         part of `Conversations.prompt`s to validate on. Every rank calls this. After several turns,
         a sample's prompt is all that was before.
 
@@ -337,23 +338,24 @@ class Rollouts:
         prompts_of = []
         for numbers in batches(lengths.tolist(), self.per_device, self.share):
             rows = kept[numbers[numbers >= 0]]
-            answered = [self._row(prompts[row // self.group], answers[row]) for row in rows]
+            of_rows = indices[rows // self.group].tolist()
+            answered = [self._row(n, answers[row]) for n, row in zip(of_rows, rows, strict=True)]
             # where this rank has none
-            without_targets = [self._row(prompts[0], np.full(1, -1))]
-            batch = collate_padded(answered or without_targets, multiple_of=16)
+            answered = answered or [self._row(int(indices[0]), np.full(1, -1))]
+            batch = self.prompts.collate(answered, multiple_of=16)
             tokens_of_rows = counts[rows]
             of_targets = {
                 "advantages": np.repeat(advantages[rows], tokens_of_rows),
                 "weights": np.repeat(weights[rows], tokens_of_rows),
-                "old": self.tensors["old"].numpy()[rows][answers[rows] >= 0],
             }
-            if self.sampler:
-                of_sampler = self.tensors["sampled"].numpy()
-                of_targets["sampled"] = of_sampler[rows][answers[rows] >= 0]
             batch |= {name: torch.from_numpy(value).float() for name, value in of_targets.items()}
+            for name in self.tensors.keys() & {"old", "sampled"}:
+                batch[name] = self.tensors[name][rows][answers[rows] >= 0]
             batch["rows"] = torch.tensor(np.repeat(rows, tokens_of_rows), dtype=torch.int64)
-            prompts_of.append(indices[rows // self.group].tolist())
-            made.append({name: value.to(self.share.device) for name, value in batch.items()})
+            prompts_of.append(of_rows)
+            # pixels of all batches would take much memory
+            moved = [name for name in batch if not name.startswith("image.")]
+            made.append(batch | {name: batch[name].to(self.share.device) for name in moved})
         return made, tokens, prompts_of
 
     @torch.no_grad()
@@ -374,15 +376,16 @@ class Rollouts:
             sampled = self.tensors["answers"][row] >= 0
             self.tensors["old"][row, sampled] = torch.tensor(values)
 
-    def _row(self, prompt: list[int], answer: np.ndarray) -> Row:
+    def _row(self, index: int, answer: np.ndarray) -> Row:
         """A prompt with what follows it, whose sampled tokens alone are targets."""
+        prompt = self.prompts.prompt(index)[0]
         after = answer[answer != -1]
         ids = np.append(prompt, plain(after)).astype(np.int64)
         labels = np.full(len(ids), IGNORED)
         labels[len(prompt) - 1 : len(ids) - 1] = np.where(after >= 0, after, IGNORED)
         # each token predicts the next one
         last = max(1, len(ids) - 1)
-        return {"input_ids": ids[:last], "labels": labels[:last]}
+        return {**self.prompts[index], "input_ids": ids[:last], "labels": labels[:last]}
 
 
 def prepare_rollouts(
@@ -416,6 +419,10 @@ def prepare_rollouts(
 
         longest = int(prompts.lengths.max()) + 1 + config.max_new_tokens
         rollouts.reward_model = RewardModel(setup, tokenizer, longest)
+    if prompts.images_of([0]) and (turns or rollouts.sampler or rollouts.reward_model):
+        raise ConfigError(
+            "images do not go with --max_turns, --reward_model and --rollout_engine: drop these"
+        )
     if config.updates_per_rollout > 1:  # a run that is killed between two of them goes on
         setup.strategy.require("--updates_per_rollout")
         setup.keep("rollout", rollouts.tensors)

@@ -47,7 +47,7 @@ _MESSAGE_KEYS = (
 # columns that change what an answer means, by what data with them are
 _MEANINGS = {
     "preference data, for templates/dpo.py": ("chosen", "rejected"),
-    "data with images, for lora_finetune.py, if one of the first 100 records has one, or with "
+    "data with images, which are learned if one of the first 100 records has one, or with "
     "labels for image_classification.py": ("image", "images"),
     "data with video or sound": ("video", "videos", "audio", "audios"),
     "data with labels, for text_classification.py": ("label", "labels", "kto_tag"),

@@ -37,6 +37,8 @@ ASKED = {
     ("rollouts/rollouts.py", "refill"),
     ("rollouts/rollouts.py", "reward_model"),
     ("rollouts/rollouts.py", "turns"),
+    ("rollouts/prompts.py", "turns"),
+    ("rollouts/prompts.py", "vision"),
     ("run/setup.py", "averages"),
     ("run/setup.py", "rehearsal"),
     ("text/loaders.py", "vision"),
@@ -126,7 +128,10 @@ def inputs(tmp_path_factory, image_folder, tiny_model):
 
 @pytest.mark.parametrize(
     ("extra", "template", "flags"),
-    [*IN_ONE_PROCESS, *(("vision", template, ("--train_file", "{pictures}")) for template in ("lora_finetune", "dpo"))],
+    [
+        *IN_ONE_PROCESS,
+        *(("vision", template, ("--train_file", "{pictures}")) for template in ("lora_finetune", "dpo", "grpo")),
+    ],
 )
 def test_a_run_that_asks_for_a_missing_extra_ends_with_one_line(monkeypatch, tmp_path, inputs, extra, template, flags):
     for name in [name for name in sys.modules if name.startswith(f"shared.extras.{extra}")]:

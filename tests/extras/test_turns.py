@@ -81,8 +81,7 @@ def test_what_is_between_answers_is_what_the_template_writes_there(tiny_model, n
 
     end = [*encoder.end_tokens]
     prompt = encoder.prompt(Example(TALK[:1]), "here", Notes())
-    limits = {"max_new_tokens": 400, "ends": end}
-    ((number, ids),) = turns.answers(answers, [prompt], [{"conversation": TALK[:1]}], **limits)
+    ((number, ids),) = turns.answers(answers, [(prompt, [], {"conversation": TALK[:1]})], 400, end)
     assert number == 0 and len(asked) == 3
     text = tokenizer.decode(prompt + plain(ids))
     empty = "<think>\n\n</think>\n\n" if "thought" in name else ""  # the prompt has it, a finished conversation not
@@ -188,7 +187,7 @@ def test_what_is_sampled_and_learned_is_that_of_a_plain_loop(talkative, monkeypa
     folder, file = flags[1], flags[3]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     options = PromptConfig(train_file=(str(file),), max_turns=3)
-    prompts, _ = read_prompts(options, tokenizer)
+    prompts, _ = read_prompts(SimpleNamespace(data=options), tokenizer)
     sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5}
     config = SimpleNamespace(group_size=4, dynamic_sampling=0, updates_per_rollout=1, max_new_tokens=160, data=options)
     config.batch = BatchConfig(global_batch_size=4, **sizes)
@@ -252,9 +251,8 @@ def test_wrong_turns_are_one_line(talkative, tiny_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(flags[1])
     for returned in ("text", [{"content": "no role"}], {"role": "user"}):
         turns = Turns(lambda messages, record, returned=returned: returned, tokenizer, 2)
-        limits = {"max_new_tokens": 9, "ends": [1]}
         with pytest.raises(ConfigError, match=r"turn returns .*, expected a list of messages, or None"):
-            [*turns.answers(lambda *asked: [(0, [1])], [[5]], [{"conversation": TALK[:1]}], **limits)]
+            [*turns.answers(lambda *asked: [(0, [1])], [([5], [], {"conversation": TALK[:1]})], 9, [1])]
     file = write_lines(tmp_path / "texts.jsonl", [{"prompt": f"{n} = ", "answer": "1"} for n in range(9)])
     given = ("--model_name_or_path", tiny_model, "--train_file", file, "--max_turns", 2)
     assert "needs messages, or a model with a chat template" in refusal("grpo", *given, "--output_dir", tmp_path / "run")

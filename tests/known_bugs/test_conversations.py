@@ -235,7 +235,7 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     [
         ({"label": False}, r"data with labels, for text_classification\.py \(columns: label\);"),
         ({"label": 0, "score": 0.5}, r"data with labels, .* and data with scores or ranks \(columns: label, score\);"),
-        ({"images": ["1.png"]}, r"data with images, for lora_finetune\.py, if one of the first 100 .*\(columns: images\);"),
+        ({"images": ["1.png"]}, r"data with images, which are learned if one of the first 100 .*\(columns: images\);"),
         ({"chosen": "a"}, r"preference data, for templates/dpo\.py \(columns: chosen\);"),
         ({"chosen": "a", "rejected": "b"}, r"preference data, for templates/dpo\.py \(columns: chosen, rejected\);"),
     ],

@@ -278,7 +278,7 @@ def test_the_column_of_the_prompt_counts_where_answers_begin_with_a_question(pro
         ({**PAIR, "rejected": None}, (), ":1: 'rejected' is null, expected a list of objects"),
         ({"chosen": "a", "rejected": "b"}, (), ":1: 'chosen' is a str, expected a list of objects"),
         ({**PAIR, "rejected": "b"}, (), "none of its 1 samples has a token to learn"),
-        ({**PAIR, "image": "d.png"}, (), "this is data with images"),
+        ({**PAIR, "image": "d.png"}, (), "does not see images"),
         ({"conversations": [], "chosen": [{"from": "human"}], "rejected": []}, (), ":1: chosen and rejected begin with a"),
         ({"conversations": "a", "chosen": "b", "rejected": "c"}, (), "'conversations' is a str, expected a list of objects"),
         (PAIR, (), "1 pairs are fewer than one --global_batch_size of 4"),

@@ -38,7 +38,7 @@ def prompts(tmp_path_factory, model_and_tokenizer):
     """(to train on, to validate on): of several lengths."""
     records = [{"prompt": f"{'the ' * (number % 5)}number {number}", "answer": str(number)} for number in range(24)]
     file = write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", records)
-    return read_prompts(PromptConfig(train_file=(str(file),)), model_and_tokenizer[1])
+    return read_prompts(SimpleNamespace(data=PromptConfig(train_file=(str(file),))), model_and_tokenizer[1])
 
 
 def at(step: int) -> SimpleNamespace:
@@ -112,7 +112,8 @@ def test_training_and_evaluation_give_a_reward_the_same_record_and_the_same_ends
     rows = [{"prompt": f"  number {number}\n", "reference": value} for number, value in enumerate(references)]
     file = write_lines(tmp_path / "prompts.jsonl", rows)
     model, tokenizer = model_and_tokenizer
-    prompts = read_prompts(PromptConfig(train_file=(str(file),), validation_file=(str(file),)), tokenizer)
+    data = PromptConfig(train_file=(str(file),), validation_file=(str(file),))
+    prompts = read_prompts(SimpleNamespace(data=data), tokenizer)
     end = generate(model, [prompts[0].prompt(0)[0]], max_new_tokens=1, ends=())[0][0]
     seen = {"training": [], "evaluation": []}
 
@@ -315,7 +316,7 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
     def read(*records, **options):
         write_lines(file, records)
         data = PromptConfig(train_file=(str(file),), validation_file=(str(file),), **options)
-        train, held_out = read_prompts(data, tokenizer)
+        train, held_out = read_prompts(SimpleNamespace(data=data), tokenizer)
         described.append(describe(train, held_out, data))
         return [(tokenizer.decode(ids), columns) for ids, _, columns in map(train.prompt, range(len(train)))]
 
@@ -336,7 +337,6 @@ def test_forms_of_prompts(tmp_path, model_and_tokenizer, capsys):
         read({"prompt": "2 + 2 ="}, system_prompt="Think.")
     for wrong, message in (
         ({"prompt": "2 +", "system": "Think."}, "a system text, which only a chat template takes"),
-        ({"prompt": "2 +", "images": ["a.png"]}, "this is data with images"),
         ({"question": 5}, "'question' is an int, expected text or messages"),
         ({"messages": '[{"role": "human", "content": "2 +"}]'}, "message 1 has role 'human'"),
     ):
