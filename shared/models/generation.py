@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -147,6 +148,8 @@ def generate(
         pad_token_id=0,
     )
     before = whole.generation_config
+    if beside is not None and isinstance(model, FSDPModule):
+        model.unshard()  # transformers calls the vision tower before the model
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
     try:
         with as_in_an_evaluation(model), _through(model, whole), chosen_by_answer(model, whole):

@@ -285,9 +285,9 @@ class Rollouts:
     def judged(
         self, model: nn.Module, samples: list[Any], ends: list[int], answers: Iterable[Any]
     ) -> Any:
-        """A list of (number of a sample, token ids of its last answer, what its record gets) for this rank's
-        part of `Conversations.prompt`s to validate on. Every rank calls this. After several turns,
-        a sample's prompt is all that was before.
+        """A list of (number of a sample, token ids of its last answer, what its record gets) for
+        this rank's part of `Conversations.prompt`s to validate on. Every rank calls this. After
+        several turns, a sample's prompt is all that was before.
 
         Args:
             answers: to the prompts, where there is one turn.
