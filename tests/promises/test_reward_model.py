@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from shared.extras.reward_model import rewards
+from shared.extras.reward_model.training import padding_token
+from shared.process.errors import ConfigError
 from shared.text.corpus import train_tokenizer
 from tests.conftest import instead, learn_here, refusal, run, sentence, slow, with_fault, write_lines
 from tests.plain_loop import padded_chats, turn
@@ -224,3 +226,16 @@ def test_bad_input_is_one_line(base, sums, tiny_model, records, tmp_path):
         (instead(base, "--margin_column", "gap"), ":1: 'gap' is None, expected a number"),
     ):
         assert message in refusal("dpo", *flags, "--output_dir", tmp_path / "run"), message
+
+
+def test_what_pads_ends_no_answer(tiny_model):
+    """As of Qwen's base, which names one token alone and ends turns with another; and of GPT-2, which has no other."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert padding_token(tokenizer) == tokenizer.convert_tokens_to_ids("<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
+    tokenizer.pad_token = tokenizer.eos_token
+    end = tokenizer.convert_tokens_to_ids("<|pad|>")
+    assert padding_token(tokenizer, end) == tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids("<x>")
+    one = SimpleNamespace(pad_token_id=0, bos_token_id=0, unk_token_id=None, eos_token_id=0, added_tokens_decoder={0: "a"})
+    with pytest.raises(ConfigError, match="no token for padding but the one that ends answers"):
+        padding_token(one)

@@ -39,7 +39,7 @@ def load(setup: Any, tokenizer: Any, pairs: Any) -> nn.Module:
     # a head that scores writes nothing
     config = setup.config = configs.replace(setup.config, show_answers=0)
     pairs.samples.why_not_packed = "a score is read at the end of an answer"
-    model = _load_whole(config, padding_token(tokenizer))
+    model = _load_whole(config, padding_token(tokenizer, pairs.samples.end))
     width = defaults.width(model)
     rate = defaults.text_classification_rate(width, lora=not config.full)
     setup.set_defaults(f"a head that scores, width {width}", learning_rate=rate)
@@ -63,18 +63,20 @@ def _load_whole(config: Any, padding: int) -> Any:
     return load_text_classifier(name, NAMES, "regression", padding, **options)[0]
 
 
-def padding_token(tokenizer: Any) -> int:
+def padding_token(tokenizer: Any, end: int | None = None) -> int:
     """The id of a token that ends no answer, which pads: models take the score of the last token
     that is another one. The tokenizer pads with it from now on.
+
+    Args:
+        end: the token that most answers end with, if there is one.
 
     Raises:
         ConfigError: there is none.
     """
-    ends = tokenizer.eos_token_id
-    for token in ("pad_token", "bos_token", "unk_token"):
-        number = getattr(tokenizer, f"{token}_id")
-        if number is not None and number != ends:
-            tokenizer.pad_token = getattr(tokenizer, token)
+    named = [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id]
+    for number in [*named, *sorted(tokenizer.added_tokens_decoder)]:
+        if number not in (None, tokenizer.eos_token_id, end):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(number)
             tokenizer.padding_side = "right"
             return int(number)
     raise ConfigError(
