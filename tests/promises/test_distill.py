@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.extras.distillation import compared
 from shared.models import fused_head
+from shared.models.tokenizers import require_same_tokens
 from shared.process.errors import ConfigError
 from tests.conftest import (
     instead,
@@ -344,19 +345,17 @@ def test_what_cannot_be_is_one_line(data, base, large, tmp_path):
 
 
 def test_another_tokenizer_is_refused_and_a_longer_one_is_said(tiny_model, capsys):
-    from shared.extras.distillation.teacher import require_same_tokens
-
     ours, theirs = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     theirs.add_tokens(["<more>"])
-    require_same_tokens(ours, theirs, "org/teacher")
+    require_same_tokens(ours, theirs, "org/teacher", "student")
     assert "321 tokens, the student 320" in capsys.readouterr().err
 
     class Other:
         def get_vocab(self):
             return {"ab" if n == 300 else token: n for token, n in ours.get_vocab().items()}
 
-    with pytest.raises(ConfigError, match=r"org/teacher: token 300 is 'ab', the student's is '.*': take a teacher with"):
-        require_same_tokens(ours, Other(), "org/teacher")
+    with pytest.raises(ConfigError, match=r"org/teacher: token 300 is 'ab', the student's is '.*': take a model with"):
+        require_same_tokens(ours, Other(), "org/teacher", "student")
 
 
 def test_an_adapter_of_another_base_or_without_safetensors_is_refused(data, tiny_model, tmp_path):
