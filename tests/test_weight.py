@@ -19,7 +19,7 @@ from tools import new
 # optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
 # place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
 # 2026-12-01: other prompts for groups that teach nothing (300), several answers (400), other samplers (200).
-# Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (300).
+# Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (400).
 # 2026-12-01: images in pairs and prompts (500).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
@@ -30,7 +30,7 @@ FOLDERS = {
     "demo": 1_000,
     "evaluation": 4_000,
     "images": 7_400,
-    "models": 22_400,
+    "models": 22_500,
     "parallel": 3_700,
     "process": 3_700,
     "rollouts": 4_800,
@@ -78,7 +78,7 @@ EXTRAS = {
     "turns": 1_300,
     "vision": 6_200,
 }
-CORE = 116_400
+CORE = 116_500
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
