@@ -18,18 +18,14 @@ _OTHERS = (
 )
 
 
-def numbers_of(
-    function: Callable[[str, dict[str, Any]], Any], answer: str, record: dict[str, Any]
-) -> dict[str, float]:
-    """The numbers by name that `rewards` or `score` returns, whole ones, bools and those of NumPy
-    and torch included.
+def called(function: Callable[..., Any], answer: str, *arguments: Any) -> Any:
+    """What a function of the user returns.
 
     Raises:
-        ConfigError: it returns anything else, or raises an error; with the place in the user's code
-            and the answer.
+        ConfigError: it raises an error; with the place in the user's code, and the answer.
     """
     try:
-        returned = function(answer, record)
+        return function(*arguments)
     except CleanExit:
         raise
     except Exception as error:
@@ -40,6 +36,19 @@ def numbers_of(
         raise ConfigError(
             f"{frame.filename}:{frame.lineno}: {frame.line}: {said}; the answer is {answer!r}"
         ) from error
+
+
+def numbers_of(
+    function: Callable[[str, dict[str, Any]], Any], answer: str, record: dict[str, Any]
+) -> dict[str, float]:
+    """The numbers by name that `rewards` or `score` returns, whole ones, bools and those of NumPy
+    and torch included.
+
+    Raises:
+        ConfigError: it returns anything else, or raises an error; with the place in the user's code
+            and the answer.
+    """
+    returned = called(function, answer, answer, record)
     with contextlib.suppress(Exception):  # no dict; texts, None, tensors of several numbers
         if all(map(math.isfinite, returned.values())):
             return {name: float(value) for name, value in returned.items()}

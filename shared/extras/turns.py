@@ -10,6 +10,7 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from shared.answers.answers import answer, batches_to_answer, written
+from shared.answers.numbers import called
 from shared.data.notes import Notes
 from shared.process.errors import ConfigError
 from shared.rollouts.prompts import ToPrompts
@@ -146,7 +147,8 @@ class Turns:
 
     def _after(self, talk: _Talk, record: dict[str, Any]) -> list[int] | None:
         """Token ids between the last answer and the next; None if the conversation ends."""
-        more = self.turn([*talk.messages], record)
+        said = talk.messages[-1]["content"]
+        more = called(self.turn, said, [*talk.messages], record)
         if not more:
             return None
         if not (isinstance(more, list) and all(isinstance(m, dict) and "role" in m for m in more)):

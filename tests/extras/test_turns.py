@@ -253,6 +253,9 @@ def test_wrong_turns_are_one_line(talkative, tiny_model, tmp_path):
         turns = Turns(lambda messages, record, returned=returned: returned, tokenizer, 2)
         with pytest.raises(ConfigError, match=r"turn returns .*, expected a list of messages, or None"):
             [*turns.answers(lambda *asked: [(0, [1])], [([5], [], {"conversation": TALK[:1]})], 9, [1])]
+    turns = Turns(lambda messages, record: record["no such key"], tokenizer, 2)
+    with pytest.raises(ConfigError, match=r"test_turns\.py:\d+: turns = .*: KeyError: 'no such key'; the answer is ''"):
+        [*turns.answers(lambda *asked: [(0, [1])], [([5], [], {"conversation": TALK[:1]})], 9, [1])]
     file = write_lines(tmp_path / "texts.jsonl", [{"prompt": f"{n} = ", "answer": "1"} for n in range(9)])
     given = ("--model_name_or_path", tiny_model, "--train_file", file, "--max_turns", 2)
     assert "needs messages, or a model with a chat template" in refusal("grpo", *given, "--output_dir", tmp_path / "run")
