@@ -5,7 +5,7 @@ Nothing is read again: the preparation has counted, and kept a hash of each text
 """
 
 import json
-import sys
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +39,10 @@ class Part:
     """Samples that are reported on together.
 
     Args:
-        hashes: [samples] int64, by which copies are found.
+        hashes: [samples] int64, by which copies are found. In `parts_of`, those of samples to
+            validate on are inverted: a copy of one to train on is an overlap, and no duplicate.
         lengths: [samples], in `unit`.
         place: where a sample is.
-        trained: the first so many are trained on, the others validated on.
         numbers: more about them, by name.
         found: how many have what is in SENTENCES, of how many, where the first are, what is said.
     """
@@ -53,14 +53,14 @@ class Part:
     place: Callable[[int], str]
     notes: Notes = field(default_factory=Notes)
     unit: str = "tokens"
-    trained: int = sys.maxsize
     numbers: dict[str, Any] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
 
     def add(self, what: str, count: int, of: int, first: Iterable[str], more: str = "") -> None:
         if count:
-            found = {"count": count, "share": count / of, "first": [*first][:PLACES]}
-            self.found[what] = found | {"text": SENTENCES[what] + more}
+            text = SENTENCES[what] + more
+            first = [*first][:PLACES]
+            self.found[what] = {"count": count, "share": count / of, "first": first, "text": text}
 
     def look(self) -> None:
         """Fill `numbers` and `found`."""
@@ -71,13 +71,10 @@ class Part:
             more = "".join(f"; {text}" for text in self.longer(records)) * (what == "cut")
             self.add(what, counts[what], records, self.notes.first.get(what, ()), more)
         _, first, numbers = np.unique(self.hashes, return_index=True, return_inverse=True)
-        origin, every = first[numbers], np.arange(samples)
-        is_overlap = (every >= self.trained) & (origin < self.trained)
-        copies = np.flatnonzero((origin != every) & ~is_overlap)
+        copies = np.flatnonzero(first[numbers] != np.arange(samples))
         self.add("duplicates", len(copies), samples, map(self.place, copies[:PLACES].tolist()))
         ends = {"shortest": int(self.lengths.argmin()), "longest": int(self.lengths.argmax())}
-        total = {self.unit: int(self.lengths.sum())} if self.unit == "tokens" else {}
-        self.numbers = {"records": records, "samples": samples, **total, **self.numbers}
+        self.numbers = {"records": records, "samples": samples, **self.numbers}
         for name, sample in ends.items():
             self.numbers[name] = f"{self.lengths[sample]:,} {self.unit}: {self.place(sample)}"
         self.numbers["half have at most"] = f"{np.median(self.lengths):,.0f} {self.unit}"
@@ -113,11 +110,8 @@ def write(setup: Any, train: Any, held_out: Any, tokenizer: Any) -> None:
     if len(train) > MOST and not (options.preprocess_only or options.fail_on):
         return
     parts = parts_of(train, held_out)
-    total = together(parts) if len(parts) > 1 else parts[0]
-    of_train = parts[: 1 if hasattr(train, "files") else len(stores_of(train))]
-    if len(parts) > 1:
-        total.trained = sum(len(part.hashes) for part in of_train)
-    shown = [*parts, total] if len(parts) > 1 else parts
+    shown = [*parts, together(parts)] if len(parts) > 1 else parts
+    total = shown[-1]
     for part in shown:
         part.look()
     hashes, place = split_of(held_out)
@@ -148,9 +142,15 @@ def write(setup: Any, train: Any, held_out: Any, tokenizer: Any) -> None:
 def parts_of(train: Any, held_out: Any) -> list[Part]:
     """Each source, whole; of images each split."""
     if hasattr(train, "files"):
-        return [of_images(train, "to train on"), of_images(held_out, "to validate on")]
-    stores = {store.folder: store for data in (train, held_out) for store in stores_of(data)}
-    return [of_store(store) for store in stores.values()]
+        parts = [of_images(train, "to train on"), of_images(held_out, "to validate on")]
+        trained = 1
+    else:
+        stores = {store.folder: store for data in (train, held_out) for store in stores_of(data)}
+        parts = [of_store(store) for store in stores.values()]
+        trained = len({store.folder for store in stores_of(train)})
+    for part in parts[trained:]:
+        part.hashes = ~part.hashes
+    return parts
 
 
 def stores_of(data: Any) -> list[Any]:
@@ -168,6 +168,7 @@ def of_store(store: Any) -> Part:
         lambda sample: place(store, each * sample),
         store.notes,
     )
+    part.numbers["tokens"] = int(lengths.sum())
     if "targets" in store and (learned := int(store["targets"].sum())):
         part.numbers["learned"] = learned
     return part
@@ -235,9 +236,9 @@ def lines_of(part: Part) -> list[str]:
         if isinstance(value, dict):
             most = [f"{key} {count:,}" for key, count in [*value.items()][:10]]
             value = ", ".join(most) + ", ..." * (len(value) > 10)
-        lines.append(
-            f"  {name:<18} {value:,}" if isinstance(value, int) else f"  {name:<18} {value}"
-        )
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        lines.append(f"  {name:<18} {value}")
     for what, found in part.found.items():
         lines.append(f"  {what:<18} {found['count']:,} {found['text']} ({found['share']:.1%})")
         lines += [f"  {'':<18} {where}" for where in found["first"]]
@@ -246,17 +247,11 @@ def lines_of(part: Part) -> list[str]:
 
 def refuse(limit: str, found: dict[str, Any]) -> None:
     """Raise ConfigError if there is more than `limit` says: a count, or a share."""
-    what, _, most = limit.partition("=")
-    is_share = most.endswith("%")
-    try:
-        value = float(most.removesuffix("%") or 0) / (100 if is_share else 1)
-        SENTENCES[what]
-    except (KeyError, ValueError):
+    asked = re.fullmatch(r"(\w+)(?:=(\d+\.?\d*)(%?))?", limit)
+    if not asked or asked[1] not in SENTENCES:
         names = ", ".join(SENTENCES)
-        raise ConfigError(
-            f"--fail_on {limit}: write NAME, NAME=10 or NAME=5%, of {names}"
-        ) from None
-    if what in found and found[what]["share" if is_share else "count"] > value:
-        one = found[what]
+        raise ConfigError(f"--fail_on {limit}: write NAME, NAME=10 or NAME=5%, of {names}")
+    one, value = found.get(asked[1]), float(asked[2] or 0)
+    if one and (one["share"] > value / 100 if asked[3] else one["count"] > value):
         places = "; the first is " + one["first"][0] if one["first"] else ""
         raise ConfigError(f"--fail_on {limit}: {one['count']:,} {one['text']}{places}")
