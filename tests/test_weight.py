@@ -21,6 +21,7 @@ from tools import new
 # 2026-12-01: other prompts for groups that teach nothing (300), several answers (400), other samplers (200).
 # Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (400).
 # 2026-12-01: images in pairs and prompts (500).
+# 2026-12-01: an image is opened once to be checked (100 in a copy).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 3_000,
@@ -44,7 +45,7 @@ TEMPLATES = {
     "dpo": 86_000,
     "full_finetune": 77_900,
     "grpo": 85_600,
-    "image_classification": 63_400,
+    "image_classification": 63_500,
     "lora_finetune": 81_400,
     "pretrain": 70_100,
     "pretrain_pipeline": 67_800,

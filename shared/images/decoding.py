@@ -60,19 +60,15 @@ def check(source: Source) -> tuple[tuple[int, int], str, int]:
     Raises:
         BadImage: it cannot, or it is a JPEG of which the end was not written.
     """
-    pixels = decode(source, at_least=1)  # the cheapest way to read the whole file
+    # the cheapest way to read the whole file
+    pixels, mode, size = _decode(source, at_least=1)
     content = read(source)
-    size = pixels.size
     last = b""
-    with _open(content) as image:  # not shrunk
-        mode = image.mode
-        if content[:2] == b"\xff\xd8":
-            # the last scan of a JPEG never ends
-            if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):
-                raise BadImage("the end of the file is missing")
-            last = content[content.rfind(b"\xff\xda") :]
-            turned = image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-            size = image.size[::-1] if turned else image.size
+    if content[:2] == b"\xff\xd8":
+        # the last scan of a JPEG never ends
+        if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):
+            raise BadImage("the end of the file is missing")
+        last = content[content.rfind(b"\xff\xda") :]
     return size, mode, xxhash.xxh3_64_intdigest(pixels.tobytes() + last) >> 1
 
 
@@ -95,17 +91,25 @@ def decode(source: Source, at_least: int | None = None) -> Image.Image:
     Raises:
         BadImage: it is empty, cut off, too large, of more than 8 bits, or no image.
     """
+    return _decode(source, at_least)[0]
+
+
+def _decode(source: Source, at_least: int | None) -> tuple[Image.Image, str, tuple[int, int]]:
+    """(what `decode` gives; the mode of the file; its width and height if it were not shrunk)."""
     try:
         image: Image.Image = _open(source)
-        if at_least is not None and min(image.size) >= 2 * at_least:
-            image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
+        mode, size, shrunk = image.mode, image.size, None
+        if at_least is not None and min(size) >= 2 * at_least:  # None: keep the mode
+            shrunk = image.draft(None, (at_least, at_least))  # type: ignore[arg-type]
         if is_deep(image):  # who scales cameras' 12 bits by 16 learns black pictures
             raise BadImage("more than 8 bits a channel: convert it to 8, scaled by what is white")
         image.load()
+        if shrunk and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8):
+            size = size[::-1]
         image = ImageOps.exif_transpose(image)
         if image.mode == "P" and "transparency" in image.info:
             image = image.convert("RGBA")
-        return image.convert("RGB")
+        return image.convert("RGB"), mode, size if shrunk else image.size
     except BadImage:
         raise
     except FileNotFoundError:
