@@ -12,7 +12,7 @@ from shared.process.start import sleep_between_parallel_regions
 
 ROOT = Path(__file__).resolve().parents[1]
 # in tools/, which only a checkout of the templates has
-TOOLS = ("new", "plan", "recipes", "audit", "selftest", "shrink")
+TOOLS = ("new", "demo", "plan", "recipes", "audit", "selftest", "shrink")
 
 
 def commands() -> dict[str, Path]:
@@ -32,8 +32,10 @@ def commands() -> dict[str, Path]:
 
 def main() -> None:
     modules = commands()
+    script = Path(sys.argv[0]).name
+    called = "python -m shared" if script == "__main__.py" else script  # or the package's script
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__ + "\n")
+        print(__doc__.replace("python -m shared", called) + "\n")
         for name, file in modules.items():
             about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
             print(f"  {name:<14} {about.splitlines()[0]}")
@@ -41,7 +43,7 @@ def main() -> None:
     quieten_imports()
     sleep_between_parallel_regions()
     command = sys.argv.pop(1)
-    sys.argv[0] = f"python -m shared {command}"  # as --help shows it
+    sys.argv[0] = f"{called} {command}"  # as --help shows it
     with clean_exit():
         if command not in modules:
             checkout = (

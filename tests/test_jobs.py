@@ -22,7 +22,7 @@ from tests.conftest import LAUNCHER, ROOT, Run, Started, exit_of, free_port, pro
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/**/*.sh"), ROOT / ".ci/run"])
+SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/**/*.sh"), ROOT / ".ci/run", ROOT / ".ci/package"])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """New projects: whole, small, working at once, and git merges later templates without losing an edit."""
 
 import ast
-import functools
 import json
 import os
 import re
@@ -37,7 +36,6 @@ def projects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("projects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(new, "imports", imports_of)
-        patch.setattr(metadata, "packages_distributions", functools.cache(metadata.packages_distributions))
         for name in NAMES:
             new.create(folder / name, new.build((name,), name))
     return folder
@@ -159,6 +157,18 @@ def test_selftest(tmp_path):
         shutil.copy(ROOT / f"templates/{name}.py", tmp_path / "templates")
     said = shared("selftest", cwd=tmp_path).stdout
     assert said.count("resumes bit for bit") == 3 and "FAILS" not in said, said
+
+
+def test_what_a_project_requires_is_known_where_nothing_is_installed():
+    """As the installed packages say, by the names of what they hold."""
+    _, modules = new.closure(ROOT.rglob("shared/**/*.py"))
+    pins = (ROOT / "requirements.txt").read_text().lower().splitlines()
+    pinned = {line.split("==")[0] for line in pins if "==" in line}
+    holders = {name: {of.lower() for of in held} & pinned for name, held in metadata.packages_distributions().items()}
+    for name in modules & {name for name, held in holders.items() if held}:
+        (line,) = new.requirements({name}).splitlines()[1:]
+        assert line.split("==")[0].lower() in holders[name]
+    assert new.requirements({"scipy"}) == new.requirements({"sklearn"})
 
 
 def test_several_templates_become_a_part_of_the_repository_that_they_are_put_in(tmp_path):
@@ -295,10 +305,10 @@ def test_git_merges_later_templates_as_the_page_says(origin, tmp_path):
 
 
 def test_versions_are_the_same_wherever_they_are_written():
-    """requirements.txt, uv's group and lock; and what a release is checked for. Made anew by: uv lock"""
+    """requirements.txt, the package's [train], and uv's lock; and what a release is checked for. Made anew by: uv lock"""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = re.findall(r"^[\w-]+==[\w.]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert project["dependency-groups"]["train"] == pins
+    assert project["project"]["optional-dependencies"]["train"] == pins
     lock = (ROOT / "uv.lock").read_text()
     packages = tomllib.loads(lock)["package"]
     locked = {f"{package['name']}=={package['version']}" for package in packages if "version" in package}

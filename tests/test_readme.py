@@ -51,6 +51,7 @@ KINDS = {
     r"pip install --no-deps |PYTHONPATH=packages python benchmarks/": "other tool",
     r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |pip install \"": "other tool",
     r"git clone |cd accelerate-training-templates$|python llama\.cpp/|echo \"FROM|ollama ": "other tool",
+    r"(uvx|pipx run) |templates=git": "package",
     r"git (add|commit|branch|worktree|merge|-C) |cd \.\./|git pull$": "other tool",
     r"mkdir -p runs$|nvidia-smi$|python -c |curl |head -1 |cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
@@ -142,11 +143,12 @@ def test_every_flag_exists():
     for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
         known |= set(re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text()))
     docker = {"no-build-isolation", "build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
+    package = {"from", "refresh", "spec"}
     cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
     rows = ALL.replace("\\\n", " ").splitlines()
     text = "\n".join(row for row in rows if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
-    assert given - known - docker - cluster == set()
+    assert given - known - docker - cluster - package == set()
 
 
 # Where a page's flags are, if the row names no template.

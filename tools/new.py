@@ -3,11 +3,12 @@
 python -m shared new lora_finetune ../my-project
 python -m shared new pretrain lora_finetune ../my-project      # several templates in one project
 python -m shared new lora_finetune ../my-project --with deepspeed vision     # or all; also later
+
+Needs nothing but Python and, for the project's history, git.
 """
 
 import argparse
 import ast
-import importlib.metadata
 import re
 import shlex
 import shutil
@@ -15,10 +16,25 @@ import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from shared import __version__
 from shared.process.errors import ConfigError
 from tools.extras import CONFIGS, EXTRAS, chosen, extra_files, useful
 
 SOURCE = Path(__file__).resolve().parents[1]
+PACKAGED = SOURCE.parent.name == "training_templates"  # installed, not a checkout
+CALLED = "training-templates" if PACKAGED else "python -m shared"
+INSTALL = (
+    "install 'accelerate-training-templates[train]'"
+    if PACKAGED
+    else "pip install -r requirements.txt"
+)
+# Where a package is imported under another name than it is installed; scikit-learn brings scipy.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "scipy": "scikit-learn",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 COMMANDS = ("run", "verify_resume")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
@@ -120,10 +136,7 @@ def requirements(packages: set[str]) -> str:
     def plain(name: str) -> str:
         return re.sub(r"[-_.]+", "-", name).lower()
 
-    if "scipy" in packages:  # which it brings along
-        packages = packages | {"sklearn"}
-    by_module = importlib.metadata.packages_distributions()
-    wanted = {plain(name) for module in packages for name in (module, *by_module.get(module, ()))}
+    wanted = {plain(DISTRIBUTIONS.get(module, module)) for module in packages}
     lines = (SOURCE / "requirements.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if "==" in line and plain(line.split("==")[0]) in wanted]
     return "\n".join(["# One consistent set: tested together.", *kept]) + "\n"
@@ -213,12 +226,13 @@ def small_runs(template: str, script: str) -> list[str]:
 
 def _readme(names: tuple[str, ...], called: str, extras: Collection[str]) -> str:
     left_out = sorted(useful(names) - {*extras})
-    add = f"python -m shared new {' '.join(names)} ../{called} --with"
+    add = f"{CALLED} new {' '.join(names)} ../{called} --with"
+    where = "anywhere" if PACKAGED else "in the templates' repository"
     rows = "".join(f"| {EXTRAS[name]} | `{add} {name}` |\n" for name in left_out)
     left_out_text = f"""
 ## Left out
 
-What few runs need is not here. A run that asks for it ends at once with a line that says so. To add it, run in the templates' repository:
+What few runs need is not here. A run that asks for it ends at once with a line that says so. To add it, run {where}:
 
 | what asks for it | the line that adds it |
 |---|---|
@@ -283,7 +297,7 @@ sbatch jobs/slurm.sh {first}
 ## Upgrade
 
 Git merges later changes of the templates into your files. Your edits stay, and conflicts are marked: see "Later improvements" in
-`docs/copying.md` of the templates' repository{_commit()}. There, `python -m shared plan` predicts GPU memory.
+`docs/copying.md` of the templates' repository{_commit()}. {"Anywhere" if PACKAGED else "There"}, `{CALLED} plan` predicts GPU memory.
 What comes from the templates is under the Apache License 2.0: see `shared/LICENSE`.
 """
 
@@ -388,7 +402,11 @@ def put(path: Path, content: bytes) -> None:
 
 
 def _commit() -> str:
-    """The commit of the templates, for the README; empty without git or history."""
+    """The commit of the templates, for the README, or the package's version; empty without git or
+    history.
+    """
+    if PACKAGED:
+        return f", whose version {__version__} made this project"
     git = ["git", "-C", str(SOURCE), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()

@@ -1,10 +1,13 @@
 """List the ready --config files in recipes/: for which model, on which GPUs, from which source.
 
 python -m shared recipes
+python -m shared recipes qwen3_8b_qlora_24gb > run.yaml      # one of them, to edit
 """
 
 import argparse
 from pathlib import Path
+
+from shared.process.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 HEAD = ("what", "command", "needs", "budget", "source")
@@ -18,9 +21,16 @@ def head(path: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("name", nargs="?", help="print this one")
+    if name := parser.parse_args().name:
+        file = FOLDER / f"{name}.yaml"
+        if not file.exists():
+            raise ConfigError(f"no recipe {name!r}: recipes lists them")
+        print(file.read_text(encoding="utf-8"), end="")
+        return
     for path in sorted(FOLDER.glob("*.yaml")):
         lines = head(path)
         print(f"{path.stem}: {lines.pop('what')}")

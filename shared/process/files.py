@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from shared.process import faults
 
 # The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
@@ -115,6 +113,8 @@ def digest(path: Path) -> dict[str, Any]:
     """Checksum and size of a file. XXH3 finds damage as surely as SHA-256, and ten times as fast;
     neither stops a forger.
     """
+    import xxhash  # here, since `new` does without
+
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
         return {
