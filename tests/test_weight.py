@@ -22,11 +22,13 @@ from tools import new
 # Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (400).
 # 2026-12-01: images in pairs and prompts (500).
 # 2026-12-01: an image is opened once to be checked (100 in a copy).
+# 2026-12-01: other prompts for groups that teach nothing (300).
+# 2026-12-01: --help of two screens, with the usual flags (150).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 FOLDERS = {
     "answers": 3_000,
     "commands": 5_100,
-    "config": 3_700,
+    "config": 3_900,
     "data": 14_400,
     "demo": 1_000,
     "evaluation": 4_000,
@@ -45,7 +47,7 @@ TEMPLATES = {
     "dpo": 86_000,
     "full_finetune": 77_900,
     "grpo": 85_600,
-    "image_classification": 63_500,
+    "image_classification": 63_600,
     "lora_finetune": 81_400,
     "pretrain": 70_100,
     "pretrain_pipeline": 67_800,
@@ -79,7 +81,7 @@ EXTRAS = {
     "turns": 1_300,
     "vision": 6_200,
 }
-CORE = 116_500
+CORE = 116_700
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

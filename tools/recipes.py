@@ -37,7 +37,7 @@ def main() -> None:
         print("".join(f"    {name:<8} {text}\n" for name, text in lines.items()))
     print(
         "Edit the file for your data, or override it: flags on the command line "
-        "win. All flags are in --help."
+        "win. All flags are in --help all."
     )
 
 

@@ -9,10 +9,12 @@ the type does not allow; tyro prints --help.
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,22 +33,19 @@ from shared.process.signals import clean_exit
 T = TypeVar("T")
 
 
-MOST_USED = (
-    "model_name_or_path",
-    "model_preset",
-    "train_file",
-    "train_dir",
-    "dataset_name",
-    "output_dir",
-    "num_train_epochs",
-    "max_tokens",
-    "learning_rate",
-    "global_batch_size",
-    "per_device_train_batch_size",
-    "seq_length",
-    "image_size",
-    "gradient_checkpointing",
-)
+# What --help shows; --help all has the others, too.
+USUAL = """
+model_name_or_path model_preset config_overrides teacher_name_or_path
+train_file train_dir validation_file dataset_name text_column label_column preprocess_only packing
+output_dir report_to save_steps eval_steps eval_answers show_answers max_new_tokens
+num_train_epochs max_steps max_tokens learning_rate global_batch_size per_device_train_batch_size
+seq_length image_size gradient_checkpointing torch_compile
+lora_r lora_alpha load_in_4bit merge_adapter weights_dtype full
+objective loss_type beta group_size on_policy class_weights freeze_backbone pipeline_ranks
+""".split()  # noqa: SIM905
+
+HELP = {"-h", "--help"}
+CONFIG = "--config run.yaml takes flags from a file, without the dashes; the command line wins."
 
 MODELS = {"model_name_or_path", "config_name", "model_preset"}
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
@@ -185,17 +184,33 @@ def parse_or_exit(config_class: type[T]) -> T:
     at once.
     """
     start.begin()
-    script = sys.modules["__main__"]
-    names = " ".join(f"--{name}" for name in MOST_USED if name in flags(config_class))
-    about = (
-        f"{(script.__doc__ or '').strip()}\n\n"
-        f"Most runs need no more than these; all are explained below:\n\n    {names}\n\n"
-        "--config run.yaml takes flags from a file, without the dashes; the command line wins."
-    )
+    about = f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n"
+    known = flags(config_class)
+    if HELP & {*sys.argv} and "all" not in sys.argv:
+        if is_main_rank():
+            print(about + _usual_help(config_class))
+            print(f"\n--help all has all {len(known)} flags.\n{CONFIG}")
+        sys.exit()
     with clean_exit():
-        config = parse(config_class, description=about)
+        config = parse(config_class, description=about + CONFIG)
     print_main("loading PyTorch")
     return config
+
+
+def _usual_help(config_class: type) -> str:
+    """The entries of tyro's help for the flags in `USUAL`."""
+    os.environ["COLUMNS"] = str(min(100, shutil.get_terminal_size().columns))  # one column
+    text = io.StringIO()  # of no encoding, so that tyro draws no boxes
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        parse(config_class, ["--help"])
+    shown, is_usual = [], False
+    for line in text.getvalue().splitlines():
+        if not line.startswith(" " * 8):  # a flag, or a group's title
+            flag = re.match(r" +--(\w+)", line)
+            is_usual = flag is not None and flag[1] in USUAL
+        if is_usual and line.strip():
+            shown.append(line.rstrip())
+    return "\n".join(shown)
 
 
 def parse(
@@ -219,7 +234,7 @@ def parse(
     """
     quieten_imports()
     tokens = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"}.intersection(tokens):
+    if HELP.intersection(tokens):
         import tyro  # here, since only --help needs it
 
         tyro.cli(
@@ -258,7 +273,7 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
         if not token.startswith("--"):
             if not values:
                 raise ConfigError(
-                    f"unexpected argument {token!r}: flags begin with --; --help lists them"
+                    f"unexpected argument {token!r}: flags begin with --; --help all lists them"
                 )
             values[key].append(token)
             continue
@@ -277,7 +292,8 @@ def _read_command_line(tokens: Sequence[str], known: dict[str, Flag]) -> dict[st
         more = "; docs/coming_from.md has those of Trainer, TRL, timm and others"
         more *= any(": " not in flag for flag in unknown)
         raise ConfigError(
-            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all{more}"
+            f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; "
+            f"--help all lists all{more}"
         )
     for key, texts in values.items():
         if not texts and key not in switches:  # an unset variable must not start the demo

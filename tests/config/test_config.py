@@ -153,10 +153,13 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--lable x", "unknown flag --lable: did you mean --label?; --help lists all"),
-        ("--zzzzqqq", "unknown flag --zzzzqqq; --help lists all; docs/coming_from.md has those of Trainer, TRL, timm"),
-        ("--lable x --rats 1", "unknown flags --lable: did you mean --label?; --rats: did you mean --rate?; --help lists"),
-        ("--no_label", "unknown flag --no_label: did you mean --label?; --help lists all"),
+        ("--lable x", "unknown flag --lable: did you mean --label?; --help all lists all"),
+        ("--zzzzqqq", "unknown flag --zzzzqqq; --help all lists all; docs/coming_from.md has those of Trainer, TRL, timm"),
+        (
+            "--lable x --rats 1",
+            "unknown flags --lable: did you mean --label?; --rats: did you mean --rate?; --help all lists",
+        ),
+        ("--no_label", "unknown flag --no_label: did you mean --label?; --help all lists all"),
         ("--bf16", "unknown flag --bf16: precision is the launcher's: accelerate launch --mixed_precision"),
         ("stray", "unexpected argument 'stray'"),
         ("--label -rate 1", "--label takes one value, not 2: -rate 1"),
@@ -537,7 +540,7 @@ def run_python(*argv):
 
 def test_a_mistake_of_a_command_is_one_line_and_exit_code_2():
     result = run_python(str(TEMPLATES / "lora_finetune.py"), "--lerning_rate", "1")
-    line = "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help lists all\n"
+    line = "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help all lists all\n"
     assert (result.returncode, result.stderr, result.stdout) == (2, line, "")
 
 
@@ -551,13 +554,34 @@ def test_who_is_told_to_use_the_cpu_sees_no_gpu():
     assert done.stdout.split() == ["'0'", "''"], done.stderr
 
 
+def test_help_is_two_screens_of_usual_flags(monkeypatch, capsys):
+    """Each is explained as in --help all, which the last line names."""
+    monkeypatch.setattr(configs.start, "begin", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    monkeypatch.setenv("COLUMNS", "100")
+    seen = set()
+    for path in TEMPLATES.glob("*.py"):
+        template = load_template(path.stem)
+        monkeypatch.setitem(sys.modules, "__main__", template)
+        with pytest.raises(SystemExit) as end:
+            configs.parse_or_exit(template.Config)
+        said = capsys.readouterr().out
+        known = configs.flags(template.Config)
+        assert not end.value.code and 60 < len(said.splitlines()) <= 100 and max(map(len, said.splitlines())) <= 100
+        shown = set(re.findall(r"^  --(\w+)", said, re.MULTILINE))
+        assert shown == {*configs.USUAL} & known.keys() and said.count("(default:") >= len(shown)
+        assert f"--help all has all {len(known)} flags" in said
+        seen |= shown
+    assert seen == {*configs.USUAL}
+
+
 @pytest.mark.parametrize("name", ["pretrain", "lora_finetune"])
 def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(name, templates):
     code = (
         "import runpy, sys\n"  # the package is not installed
         "sys.meta_path = [finder for finder in sys.meta_path if 'Editable' not in repr(finder)]\n"
         f"sys.path = [folder for folder in sys.path if folder not in ('', {str(TEMPLATES.parent)!r})]\n"
-        f"sys.argv = ['x', '--help']\ntry:\n    runpy.run_path({str(TEMPLATES / name)!r} + '.py',"
+        f"sys.argv = ['x', '--help', 'all']\ntry:\n    runpy.run_path({str(TEMPLATES / name)!r} + '.py',"
         " run_name='__main__')\nexcept SystemExit as end:\n"
         "    print('EXIT', end.code, [m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])\n"
     )
