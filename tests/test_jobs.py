@@ -453,16 +453,29 @@ def test_the_command_of_the_compose_file_is_that_of_the_kubernetes_job():
 
 
 @pytest.mark.slow
-def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
-    """With its own cells in its own kernel, but the clone, and smaller."""
+@pytest.mark.parametrize(
+    ("template", "said", "flags"),
+    [
+        ("lora_finetune", "adapter in", "--max_steps 6 --save_steps 2 --eval_samples 4 --show_answers 0"),
+        ("image_classification", "eval_accuracy", "--max_steps 60 --save_steps 4"),
+    ],
+)
+def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path, chat_file, template, said, flags):
+    """With its own cells in its own kernel, but what is installed; on a file of the user's, and as a demo."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "jobs/rented_gpu.ipynb", as_version=4)
-    notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
-    (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-    small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --show_answers 0 --report_to none"
-    flags.source = f"LAUNCH, FLAGS, RUN = '', '{small}', '{tmp_path / 'run'}'"
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    chosen, install = (
+        next(cell for cell in notebook.cells if tag in cell.metadata.get("tags", ())) for tag in ("parameters", "setup")
+    )
+    own = template == "lora_finetune"
+    chosen.source += f"\nTEMPLATE, FLAGS = {template!r}, '--report_to none {flags}'"
+    chosen.source += f"\nOWN_DATA, DATA = True, {os.path.relpath(chat_file, tmp_path)!r}" * own
+    chosen.source += "\nimport os, sys\nos.environ['PYTHONPATH'] = " + repr(str(ROOT))
+    assert "training-templates new {TEMPLATE} {PROJECT}" in install.source
+    install.source = "!{sys.executable} -m shared new {TEMPLATE} {PROJECT}\n%cd {PROJECT}\nos.environ.pop('PYTHONPATH')"
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    said = "".join(output.get("text", "") for output in outputs)
-    assert "interrupted, with ['checkpoint-0000" in said and "resumed from" in said and "adapter in" in said
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "interrupted, with ['checkpoint-0000" in text and "resumed from" in text and said in text, text
+    assert ("chats.jsonl" in text) == own and "model.safetensors" in text
     assert any("image/png" in output.get("data", ()) for output in outputs)
