@@ -20,6 +20,7 @@ from shared.config import parse as configs
 from shared.config.types import Count, Positive
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError, first_line
+from tools import support
 
 RESERVED = 0.08  # of a GPU, for the CUDA context, NCCL's buffers and fragmentation
 
@@ -66,6 +67,18 @@ class PlanConfig:
     """Quantise it to 4 bits."""
     max_new_tokens: Count = 512
     """Of an answer of grpo.py."""
+    template: str | None = None
+    """Refuse what docs/support.md says this template cannot do."""
+    launch: str | None = None
+    """Refuse what it says this launch config cannot do, and plan it alone."""
+    ema_decay: float = 0
+    """As the templates have it: launches without it are left out, as they are for the next three."""
+    streaming: bool = False
+    """As the templates have it."""
+    torch_compile: bool | None = None
+    """As the templates have it."""
+    mix_weights: tuple[float, ...] = ()
+    """As the templates have it."""
     throughput: bool = False
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
@@ -98,6 +111,26 @@ class PlanConfig:
             raise ConfigError("--throughput estimates bf16: drop --mixed_precision no")
         if self.train_tokens and not self.throughput:
             raise ConfigError("--train_tokens is for --throughput")
+
+        for name, known in (("template", support.TEMPLATES), ("launch", support.LAUNCHES)):
+            value = getattr(self, name)
+            if value and value not in known and value != "single_gpu":
+                raise ConfigError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+        line = support.refusal(self.template or "", self.launch or "", self.features)
+        if line:
+            raise ConfigError(f"{line} (docs/support.md)")
+
+    @property
+    def features(self) -> list[str]:
+        """The features of docs/support.md that are asked for."""
+        asked = {
+            "4 bits": self.load_in_4bit,
+            "EMA": self.ema_decay,
+            "streaming": self.streaming,
+            "compile": self.torch_compile,
+            "mixtures": self.mix_weights,
+        }
+        return [feature for feature, wanted in asked.items() if wanted]
 
     @property
     def usable(self) -> float:

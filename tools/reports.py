@@ -16,7 +16,7 @@ from shared.models.counts import experts_of
 from shared.models.hub import from_hub
 from shared.models.pretraining import preset
 from shared.process.errors import ConfigError
-from tools import memory, throughput
+from tools import memory, support, throughput
 from tools.gpus import GPU, find_gpu
 from tools.plan import RESERVED, PlanConfig
 from tools.recipes import FOLDER
@@ -153,9 +153,15 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
     # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside
     # the computation.
     order = {"fsdp2_sequence_parallel": 1, "tensor_parallel": 1, "fsdp2_offload": 2}
+    left_out = []
     for name, gpus, peak in tqdm(
         memory.plan(job, config.gpus), "measuring", leave=False, disable=None
     ):
+        if config.launch and name != config.launch:
+            continue
+        if line := support.refusal(config.template or "", name, config.features):
+            left_out.append(f"{name} is left out: {line}.")
+            continue
         totals = [peak.total(setting) / 1e9 for setting in memory.CHECKPOINTING]
         parts = (peak.weights, peak.gradients, peak.optimizer)
         activations = (peak.activations[setting] / 1e9 for setting in memory.CHECKPOINTING)
@@ -168,6 +174,8 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
             fitting += [
                 (speed, i, name, total) for i, total in enumerate(totals) if total <= config.usable
             ]
+    if len(table) == 1:
+        raise ConfigError(f"no figures for --launch {config.launch}: leave it out")
     lines = [
         f"{type(job.config).__name__.removesuffix('Config')}, "
         f"{numbers.all / 1e9:.3f} B parameters, "
@@ -178,6 +186,7 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
         "activations and peak: without gradient checkpointing / of every 2nd block / of all.",
         f"! is over {config.usable:.1f} GB: {config.gpu_memory:g} GB less {RESERVED:.0%} for "
         "CUDA, NCCL and fragmentation.",
+        *left_out,
     ]
     if not fitting:
         advice = (
