@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return f"]({PurePosixPath(file).name})"
         return f"]({(config.repo_url or 'https://github.com').rstrip('/')}/blob/main/{file})"
 
+    # badges, which are of other hosts
+    markdown = re.sub(r"^\[!\[tests\].*\n", "", markdown, flags=re.MULTILINE)
     # hidden from readers of the file, docstrings on the site
     markdown = re.sub(r"<!-- (::: [\w.]+) -->", r"\1", markdown)
     # pictures for light and dark pages
