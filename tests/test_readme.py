@@ -509,5 +509,8 @@ def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        for picture in re.findall(r'(?:src|srcset)="([^":]+\.(?:png|svg))"', page.read_text()):
+            assert (page.parent / picture).resolve().is_file(), (page, picture)
     pages = {str(page.parent.relative_to(tmp_path)) for page in tmp_path.rglob("index.html")}
     assert {page[len("docs/") : -len(".md")] for page in PAGES if page.startswith("docs/")} <= pages

@@ -103,7 +103,7 @@ Small demos, two steps, on two or four processes
 ([test_every_template_trains_or_ends_with_its_line](../tests/test_support.py)). That a launch learns what one process learns is in
 tests/promises, for each template.
 
-{table(["", *(f"`{name}`" for name in TEMPLATES)], of_launches)}
+{table(["", *(name.removeprefix("pretrain_").split("_")[0] for name in TEMPLATES)], of_launches)}
 
 All train on one device too, but for `pretrain_pipeline`; `fp8` is for language models on GPUs that have it.
 

@@ -52,6 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     markdown = re.sub(r"^\[!\[tests\].*\n", "", markdown, flags=re.MULTILINE)
     # hidden from readers of the file, docstrings on the site
     markdown = re.sub(r"<!-- (::: [\w.]+) -->", r"\1", markdown)
-    # pictures for light and dark pages
-    markdown = re.sub(r'((?:srcset|src)=")docs/', r"\1", markdown)
+    # pictures for light and dark pages: HTML, whose links mkdocs leaves as they are, and a page is a folder
+    up = "../" * page.url.count("/")
+    markdown = re.sub(r'((?:srcset|src)=")(?:docs/)?(?=pictures/)', rf"\1{up}", markdown)
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
