@@ -47,8 +47,8 @@ def main() -> None:
     with clean_exit():
         if command not in modules:
             checkout = (
-                "; a checkout of the templates has new, plan, recipes, ask, "
-                "evaluate, selftest and shrink, too"
+                "; a checkout of the templates, or their package (training-templates), has new, "
+                "plan, recipes, ask, evaluate, selftest and shrink, too"
             )
             raise ConfigError(
                 f"no command {command!r}: there is "
