@@ -25,9 +25,10 @@ from tools import new
 # 2026-12-01: other prompts for groups that teach nothing (300).
 # 2026-12-01: --help of two screens, with the usual flags (150).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
+# 2026-12-01: two flags of --mirror_to, what a run does at its end, commands that take a mirror's address (250).
 FOLDERS = {
     "answers": 3_000,
-    "commands": 5_100,
+    "commands": 5_200,
     "config": 3_900,
     "data": 14_400,
     "demo": 1_000,
@@ -37,7 +38,7 @@ FOLDERS = {
     "parallel": 3_700,
     "process": 3_700,
     "rollouts": 4_800,
-    "run": 19_000,
+    "run": 19_200,
     "text": 21_000,
     "training": 3_200,
 }
@@ -47,12 +48,12 @@ TEMPLATES = {
     "dpo": 86_100,
     "full_finetune": 78_000,
     "grpo": 85_800,
-    "image_classification": 63_600,
+    "image_classification": 63_700,
     "lora_finetune": 81_500,
     "pretrain": 70_300,
     "pretrain_pipeline": 67_900,
-    "text_classification": 70_700,
-    "token_classification": 76_500,
+    "text_classification": 71_000,
+    "token_classification": 76_800,
 }
 # What few runs need, each imported by the function that asks.
 EXTRAS = {
@@ -63,10 +64,11 @@ EXTRAS = {
     "engines": 1_800,
     "experts": 2_500,
     "masked": 1_300,
+    "mirror": 4_000,
     "mixture": 1_100,
     "optimizers": 1_800,
     "pipeline": 1_700,
-    "proofs": 15_500,
+    "proofs": 15_600,
     "refill": 1_300,
     "rehearsal": 500,
     "remote": 1_200,
@@ -81,7 +83,7 @@ EXTRAS = {
     "turns": 1_300,
     "vision": 6_200,
 }
-CORE = 116_700
+CORE = 117_000
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -15,6 +15,7 @@ EXTRAS = {
     "engines": "--rollout_engine",
     "experts": "a model of experts",
     "masked": "--objective mlm",
+    "mirror": "--mirror_to",
     "mixture": "--mix_weights",
     "optimizers": "--optim muon (pretraining's default for random weights) or adamw_8bit, "
     "--layer_decay, --weights_dtype bf16",

@@ -10,10 +10,12 @@ Each question stands alone. For a conversation: docs/after_training.md.
 import argparse
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.process.errors import ConfigError
+from shared.run.checkpoint_files import run_folder
 
 
 def main() -> None:
@@ -21,7 +23,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "run", type=Path, help="folder of a finished run, or of a model or an adapter"
+        "run",
+        type=partial(run_folder, with_checkpoints=False),
+        help="folder of a finished run, or its mirror, or of a model or an adapter",
     )
     parser.add_argument("question", nargs="+", help="one or several, each in quotes")
     parser.add_argument("--system", help="a system message before each question")

@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shared.data.files import matching
 from shared.models.options import AdapterConfig
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import discard, read_json_lines
+from shared.run.checkpoint_files import run_folder
 
 # What says how a new model or adapter is made, what it trains on, how long, and where it is put.
 DROPPED = {
@@ -41,6 +43,7 @@ DROPPED = {
     "max_tokens",
     "output_dir",
     "resume_from_checkpoint",
+    "mirror_to",
     "validation_file",
     "validation_dir",
     "validation_split_name",
@@ -170,7 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    place = partial(run_folder, with_checkpoints=False)
+    parser.add_argument("run", type=place, help="folder of a finished run, or its mirror")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--test_file", help="as --validation_file")
     source.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
@@ -182,7 +186,7 @@ def main() -> None:
     parser.add_argument("--eval_answers", help="answer so many prompts, too, and score the answers")
     parser.add_argument(
         "--beside",
-        type=Path,
+        type=place,
         action="append",
         default=[],
         help="folder of another run of this template, to compare with; may be repeated",

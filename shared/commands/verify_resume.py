@@ -46,6 +46,7 @@ OURS = {
     "report_to",
     "audit_data",
     "resume_from_checkpoint",
+    "mirror_to",
     "deterministic",
 }
 WHY = (

@@ -289,6 +289,11 @@ class CheckpointConfig:
     save_total_limit: Free[Count] = 2
     # Checkpoint of another folder to start from, while output_dir has none of its own
     resume_from_checkpoint: Free[Path | None] = None
+    # Copy checkpoints, logs and final/ to this place in the background, and continue from there: a
+    # folder, or a URL by s3, gs or abfss
+    mirror_to: Free[str | None] = None
+    # Seconds to wait at the end until everything is copied
+    mirror_timeout: Free[PositiveOrZero] = 600.0
     # Names of settings that may differ from the checkpoint although they affect learning; also
     # data and base
     allow_changed: Free[tuple[str, ...]] = ()

@@ -58,6 +58,7 @@ class Checkpointer:
         accelerator = self.accelerator = strategy.accelerator
         config = self.config = prepared.config
         self.run_dir = prepared.dir
+        self.mirror = prepared.mirror
         self.kept = kept_of(prepared)
         self.model = accelerator.unwrap_model(prepared.models["model"])
         settings = configs.flatten(config)
@@ -121,6 +122,8 @@ class Checkpointer:
 
     def _save(self, state: TrainState, folder: Path) -> None:
         temporary = self.run_dir / f".tmp-checkpoint-{state.step:06d}"
+        if self.mirror:
+            self.mirror.make_room(self.latest)
         if self.accelerator.is_main_process:
             with contextlib.suppress(OSError):  # reported below: writing into it fails
                 new_folder(temporary)

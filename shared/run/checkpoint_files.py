@@ -30,6 +30,17 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
+def run_folder(text: str, *, with_checkpoints: bool = True) -> Path:
+    """The run's folder that a command names; if that is a place that a run is mirrored to, a copy
+    in the cache.
+    """
+    if "://" in text or any(Path(text).glob("writer-*")):
+        from shared.extras.mirror.place import fetched
+
+        return fetched(text, with_checkpoints=with_checkpoints)
+    return Path(text)
+
+
 def find(run_dir: Path, named: Path | None) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint of a run and its manifest; None where the run begins. Call on
     one rank.

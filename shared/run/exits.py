@@ -23,6 +23,7 @@ from shared.process.signals import STOP_SIGNALS, clean_exit, record_end
 _folder: Path | None = None
 _step = 0
 _signal = 0  # that ends the run at once
+_last: Callable[[], None] | None = None  # what is left to do
 
 
 class Stopped(CleanExit):
@@ -104,7 +105,7 @@ def run(main: Callable[[Any], None], config: Any) -> None:
                 print_main(str(done))
             except BaseException as error:
                 end = _as_clean_exit(error, config)
-                record_end(_folder, end or error, _step)
+                _record_end(end or error)
                 if output_dir is None and _folder and not (_folder / "config.yaml").exists():
                     discard(_folder)  # a new one, in which nothing has begun
                 if end is None or end is error:
@@ -113,7 +114,7 @@ def run(main: Callable[[Any], None], config: Any) -> None:
             finally:
                 release_notes()
         if ranks.is_main_rank():
-            record_end(_folder, None, _step)
+            _record_end(None)
     except BaseException as error:
         if ranks.world_size() == 1:
             raise
@@ -127,6 +128,15 @@ def run(main: Callable[[Any], None], config: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _record_end(error: BaseException | None) -> None:
+    global _last
+    record_end(_folder, error, _step)
+    last = _last
+    _last = None
+    if last:
+        last()
 
 
 def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
@@ -179,6 +189,12 @@ def report_end_in(folder: Path) -> None:
     """From now on, say in this folder's exit.json how the run ends. Every rank calls this."""
     global _folder
     _folder = folder
+
+
+def at_the_end(work: Callable[[], None]) -> None:
+    """Do this once exit.json is written, on this rank."""
+    global _last
+    _last = work
 
 
 def at_step(step: int) -> None:

@@ -31,6 +31,7 @@ class Prepared:
         kept: what checkpoints hold beside models and optimizers, by prefix.
         flops: floating-point operations of forward and backward for one token or image, for MFU;
             None where unknown.
+        mirror: with --mirror_to, what copies the run's folder to another place.
         about: rows of the summary, each written where its fact is decided.
         details: further rows, for summary.txt alone.
     """
@@ -46,6 +47,7 @@ class Prepared:
     average: WeightCopy | None = None
     kept: dict[str, Kept] = field(default_factory=dict)
     flops: float | None = None
+    mirror: Any = None
     about: dict[str, str | None] = field(default_factory=dict)
     details: dict[str, str | None] = field(default_factory=dict)
 

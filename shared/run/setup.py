@@ -86,6 +86,10 @@ class Setup(Prepared):
                     "python3-dev, in an image --build-arg EXTRA_PACKAGES=g++"
                 )
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
+            if config.checkpoint.mirror_to:
+                from shared.extras.mirror.mirror import Mirror
+
+                self.mirror = Mirror(self.dir, config.checkpoint).open()
             named = config.checkpoint.resume_from_checkpoint
             self._found = on_main(partial(find, self.dir, named))
         asked = {
@@ -265,6 +269,8 @@ class Setup(Prepared):
 
             dress_rehearsal(trials, saver)
         state = saver.resume(self._found)
+        if self.mirror:
+            self.mirror.start()
         self._continue(state, train, steps, fingerprint)
         is_over = state.step >= steps or bool(state.stopped_early)
         if is_over and on_main((self.dir / makes).exists):

@@ -39,7 +39,9 @@ ASKED = {
     ("rollouts/rollouts.py", "turns"),
     ("rollouts/prompts.py", "turns"),
     ("rollouts/prompts.py", "vision"),
+    ("run/checkpoint_files.py", "mirror"),
     ("run/setup.py", "averages"),
+    ("run/setup.py", "mirror"),
     ("run/setup.py", "rehearsal"),
     ("text/loaders.py", "vision"),
     ("text/preferences.py", "reward_model"),
@@ -82,6 +84,7 @@ ALONE = {  # extra: template, launch config of two processes, flags
     "engines": ("grpo", None, ("--group_size", 2, "--max_new_tokens", 4, "--rollout_engine", "continuous")),
     "experts": ("full_finetune", None, (*TEXT, "--model_name_or_path", "{moe}", "--show_answers", 0)),
     "masked": ("pretrain", None, (*TEXT, "--vocab_size", 300, "--optim", "adamw", "--objective", "mlm")),
+    "mirror": ("lora_finetune", "ddp", (*TEXT, "--show_answers", 0, "--mirror_to", "{mirror}")),
     "mixture": ("lora_finetune", None, ("--seq_length", 64, "--train_file", "{one}", "{other}", "--mix_weights", 1, 2)),
     "optimizers": ("full_finetune", None, (*TEXT, "--weights_dtype", "bf16", "--show_answers", 0)),
     "pipeline": ("pretrain_pipeline", "ddp", (*TEXT, "--vocab_size", 300, "--optim", "adamw")),
@@ -113,6 +116,7 @@ def inputs(tmp_path_factory, image_folder, tiny_model):
     paths = {"one": write_lines(folder / "a.jsonl", rows), "other": write_lines(folder / "b.jsonl", rows)}
     paths |= {"tar": folder / "photos.tar", "pictures": write_lines(folder / "c.jsonl", [picture]), "tiny": tiny_model}
     paths["asked"] = write_lines(folder / "d.jsonl", asked)
+    paths["mirror"] = folder / "mirror"
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -37,9 +37,13 @@ from shared.extras.proofs._launches import divided
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.process.files import read_json_lines
+from shared.run.checkpoint_files import run_folder
 from shared.run.state import better
 
-NOT_COMPARED = {"output_dir", "run_name", "resume_from_checkpoint", "allow_changed", "report_to"}
+NOT_COMPARED = {
+    *("output_dir", "run_name", "report_to"),
+    *("resume_from_checkpoint", "allow_changed", "mirror_to", "mirror_timeout"),
+}
 CHANGED = 10  # samples that are shown
 REPLACED: dict[str, Any] = {
     "max_steps": 0,
@@ -51,6 +55,7 @@ REPLACED: dict[str, Any] = {
     "merge_adapter": False,
     "ema_decay": 0.0,
     "resume_from_checkpoint": None,
+    "mirror_to": None,
     "num_train_epochs": None,
     "max_tokens": None,
 }
@@ -263,7 +268,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=run_folder, help="folders of runs, or mirrors")
     parser.add_argument("--noise", type=Path, help="folder of `repeat`")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--picture", type=Path, default=Path("compare.png"))

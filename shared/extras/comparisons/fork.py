@@ -25,10 +25,10 @@ from shared.config import parse as configs
 from shared.extras.comparisons._runs import PARENT, RunFolder
 from shared.extras.proofs._launches import divided
 from shared.process.errors import CleanExit, ConfigError
-from shared.run.checkpoint_files import MANIFEST
+from shared.run.checkpoint_files import MANIFEST, run_folder
 from shared.run.plots import draw_curves
 
-NOT_TAKEN = {"output_dir", "resume_from_checkpoint", "allow_changed", "run_name"}
+NOT_TAKEN = {"output_dir", "resume_from_checkpoint", "allow_changed", "run_name", "mirror_to"}
 DATA = ("train_file", "train_dir", "dataset_name", "validation_file", "validation_dir")
 
 
@@ -71,7 +71,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=run_folder, help="folder of the run, or its mirror")
     parser.add_argument("--step", type=int, required=True, help="of one of its checkpoints")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the new run")
     parser.add_argument("command", nargs="+", help="-- and the command, with other settings")

@@ -23,7 +23,7 @@ from shared.extras.proofs._launches import divided
 from shared.process.errors import ConfigError
 
 FILE = "noise.json"
-OURS = {"output_dir", "seed", "run_name"}
+OURS = {"output_dir", "seed", "run_name", "mirror_to"}
 
 
 def summary(values: dict[str, list[float]]) -> list[str]:

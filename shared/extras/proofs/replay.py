@@ -34,12 +34,12 @@ from shared.extras.proofs._launches import divided
 from shared.process.errors import ConfigError
 from shared.process.files import read_json_lines
 from shared.process.printing import collapsed, excerpt, indented
-from shared.run.checkpoint_files import checkpoints
+from shared.run.checkpoint_files import checkpoints, run_folder
 
 WORST = 5
 TABLE = 5  # steps
 ROUNDING = 1e-5  # relative: another launch adds in another order
-OURS = {"output_dir", "report_to", "resume_from_checkpoint", "allow_changed"}
+OURS = {"output_dir", "report_to", "resume_from_checkpoint", "mirror_to", "allow_changed"}
 REPLACED: dict[str, Any] = {
     "report_to": "none",
     "show_answers": 0,
@@ -48,6 +48,7 @@ REPLACED: dict[str, Any] = {
     "find_batch_size": False,
     "dress_rehearsal": False,
     "resume_from_checkpoint": None,
+    "mirror_to": None,
 }
 STYLE = (
     "body{font:14px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
@@ -211,7 +212,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=run_folder, help="folder of the run, or its mirror")
     parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")
     parser.add_argument("--without", default="", help="samples to leave out, as 17,23")
     parser.add_argument("--from_start", action="store_true", help="where no checkpoint is left")
