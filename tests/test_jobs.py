@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from packaging.version import Version
 from shared.commands import run as command
 from shared.commands.verify_resume import compare
 from shared.process.signals import start_of
-from tests.conftest import LAUNCHER, ROOT, Run, Started, exit_of, free_port, processes_on, run, slow
+from tests.conftest import LAUNCHER, ROOT, Run, Started, exit_of, free_port, processes_on, python, run, slow
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -196,6 +197,29 @@ def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_
     assert code == 0, output
     if processes == 2:
         assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", slow("torchrun")])
+def test_a_dead_rank_restarts_all_from_the_newest_checkpoint(flags, straight, tmp_path, launcher):
+    """Rank 1 is killed in each life, as long as that has so many micro-batches. Wrong input is tried as often as allowed."""
+    script = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
+    if launcher == "accelerate":
+        words = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--max_restarts", 3]
+        words += ["--mixed_precision", "no", "--num_processes", 2, "--main_process_port", free_port()]
+    else:  # of one node, where up to four may join
+        words = ["-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", 2, "--max-restarts", 3]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "a"]
+        words += ["--rdzv-conf", "last_call_timeout=1"]
+    env = os.environ | {"TEMPLATES_FAULT": "micro_batch:kill@7#1", "PYTHONPATH": str(ROOT)}
+    done = python(*words, *script, env=env)
+    assert done.returncode == 0, done.stderr
+    resumed = [int(step) for step in re.findall(r"resumed from .* at step (\d+)", done.stderr)]
+    assert len(resumed) == 3 and sorted(resumed) == resumed, done.stderr
+    assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
+    if launcher == "accelerate":
+        words[words.index("--max_restarts") + 1] = 1
+        refused = python(*words, *script, "--output_dir", tmp_path / "refused", "--global_batch_size", 7)
+        assert refused.returncode and refused.stderr.count("is not a multiple of the 2 processes") == 2, refused.stderr
 
 
 # SLURM -------------------------------------------------------------------------------------------------------------------

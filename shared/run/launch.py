@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from accelerate.utils import (
     set_seed,
 )
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shared.config.options import BatchConfig
 from shared.data.loader import use_tokenizer_threads
@@ -89,9 +92,9 @@ def start(
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
+    group: dict[str, Any] = {"timeout": wait} | _anew()
     with patch_environment(**_sequence_ranks_in_dp()):
-        rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
-        group: dict[str, Any] = {"timeout": wait}
+        rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(group)
         is_deepspeed = ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
         of_several = "LOCAL_RANK" in os.environ and not is_deepspeed
         if of_several and not on_cpu and torch.cuda.is_available():
@@ -305,6 +308,25 @@ def _is_launchers_own(variable: str) -> bool:
     return bool(launches) and f"\0{variable}=" not in "\0" + _of_launcher("environ")
 
 
+def _anew() -> dict[str, Any]:
+    """How processes find each other where the launcher has restarted them (--max_restarts): apart
+    from the addresses and marks of earlier ones, which its store still has.
+
+    Launchers on several machines may count their restarts differently: docs/resuming.md.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+
+    def meet(_url: str, timeout: datetime.timedelta, **_: Any) -> Iterator[Any]:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, timeout=timeout)
+        yield PrefixStore(f"restart {restart}", store), ranks.rank(), ranks.world_size()
+
+    register_rendezvous_handler("restart", meet)
+    return {"init_method": "restart://"}
+
+
 def _fp8_recipe() -> AORecipeKwargs:
     """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd
     shapes stay in bf16.
@@ -338,7 +360,7 @@ def _sequence_ranks_in_dp() -> dict[str, Any]:
     return {size: shards, "PARALLELISM_CONFIG_SP_SIZE": 1}
 
 
-def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
+def _rehearse_on_cpu(group: dict[str, Any]) -> bool:
     """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not
     turn them to DDP.
 
@@ -354,7 +376,7 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
         for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
         if ranks.env_flag(f"ACCELERATE_USE_{name}")
     }
-    state = PartialState(cpu=True, timeout=timeout)
+    state = PartialState(cpu=True, **group)
     if not asked or state.distributed_type != DistributedType.MULTI_CPU:
         return False
     if "DEEPSPEED" in asked:
