@@ -52,6 +52,7 @@ KINDS = {
     r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |pip install \"": "other tool",
     r"git clone |cd accelerate-training-templates$|python llama\.cpp/|echo \"FROM|ollama ": "other tool",
     r"(uvx|pipx run) |templates=git": "package",
+    r"(\w+=\S+ )?torchrun ": "other tool",
     r"git (add|commit|branch|worktree|merge|-C) |cd \.\./|git pull$": "other tool",
     r"mkdir -p runs$|nvidia-smi$|python -c |curl |head -1 |cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
@@ -373,6 +374,8 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
             tokens[i : i + 2] = ["--max_steps", "2"]
         elif token == "--output_dir":
             tokens[i + 1] = str(folder / "run")
+        elif token == "--mirror_to":
+            tokens[i + 1] = str(folder / "mirror")
         elif token == "--config_file":  # of two machines, one here
             tokens[i + 1] = tokens[i + 1].replace("multi_node_ddp", "ddp")
     script = next(i for i, token in enumerate(tokens) if token.endswith(".py"))

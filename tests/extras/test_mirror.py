@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import multiprocessing
+import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,12 +18,12 @@ from shared.config.options import CheckpointConfig
 from shared.extras.mirror import mirror as mirrors
 from shared.extras.mirror import place as places
 from shared.extras.mirror.mirror import Mirror
-from shared.extras.mirror.place import Place, thing_of
+from shared.extras.mirror.place import Place, fetched, thing_of
 from shared.process.errors import ConfigError, NotNow
 from shared.run import exits
 from shared.run.checkpoint_files import MANIFEST, CheckpointError, run_folder, write_manifest
 from shared.run.state import TrainState
-from tests.conftest import exit_of, free_port, run, with_fault
+from tests.conftest import ROOT, exit_of, free_port, python, run, with_fault
 from tests.object_store import ObjectStore
 from tests.security.test_secrets import files_with
 
@@ -408,3 +410,29 @@ def test_a_run_ends_although_its_store_has_died(flags, straight, tmp_path, objec
     again = run("pretrain", folder, *flags, "--mirror_to", "s3://bucket/cut", processes=2)
     assert "is finished" in again.output
     assert {f"checkpoint-{STEPS:06d}", "final", "logs"} <= set(whole("s3://bucket/cut", tmp_path))
+
+
+@pytest.mark.slow
+def test_commands_read_a_place_and_write_nothing_there(tmp_path, chat_file, tiny_model, url, monkeypatch):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    flags = ("--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_steps", 4)
+    flags += ("--save_steps", 2, "--global_batch_size", 4, "--show_answers", 0, "--mirror_to", url)
+    done = run("lora_finetune", tmp_path / "run", *flags)
+    shutil.rmtree(done.folder)
+    before = files_of(url)
+
+    def shown(*words):
+        done = python("-m", "shared", *words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    launch = ("--", *(sys.executable, "-m", "accelerate.commands.launch"), ROOT / "templates/lora_finetune.py")
+    assert shown("ask", url, "What?", "--max_new_tokens", 2)
+    assert not [*(tmp_path / "cache/mirrors").glob("*/*/checkpoint-*")]  # which ask needs none of
+    assert "loss" in shown("evaluate", url, "--test_file", chat_file, *launch)
+    shown("fork", url, "--step", 2, "--output_dir", "fork", *launch, "--learning_rate", 1e-3, "--report_to", "none")
+    assert "learning_rate" in shown("compare", url, "fork")
+    shown("replay", url, "--step", 3, *launch)
+    assert files_of(url) == before
+    with pytest.raises(ConfigError, match="no run is mirrored there"):
+        fetched(f"{url}/nothing", with_checkpoints=True)
