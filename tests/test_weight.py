@@ -65,7 +65,7 @@ EXTRAS = {
     "engines": 1_800,
     "experts": 2_500,
     "masked": 1_300,
-    "mirror": 4_000,
+    "mirror": 4_200,
     "mixture": 1_100,
     "optimizers": 1_800,
     "pipeline": 1_700,

@@ -235,8 +235,8 @@ class Mirror:
             else:
                 tries, self.problem, pause = 0, "", LOOK
                 for event in asked:
+                    self.asked.remove(event)  # before its waiter looks
                     event.set()
-                    self.asked.remove(event)
             self.wake.wait(pause)
             self.wake.clear()
         for event in self.asked:
@@ -261,13 +261,15 @@ class Mirror:
         wanted = self._wanted()
         if not everything and all(thing.name in self.sent for thing in wanted):
             return
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
             # first, so that the log has the lines up to the checkpoint's step
             things = [thing_of(self._logs(Path(temporary, "logs"))), *wanted]
-            for thing in things:
-                if thing.name not in self.sent:
-                    self.place.send(thing, self.writer, self._go_on)
-                    self.sent.add(thing.name)
+            new = [thing for thing in things if thing.name not in self.sent]
+            for thing in new:
+                stack.enter_context(thing.opened())
+            for thing in new:
+                self.place.send(thing, self.writer, self._go_on)
+                self.sent.add(thing.name)
         self._prune({thing.name for thing in things})
 
     def _logs(self, folder: Path) -> Path:
@@ -301,9 +303,12 @@ class Mirror:
         event = threading.Event()
         self.asked.append(event)
         self.wake.set()
-        if not event.wait(min(3, seconds)):
+        until = time.monotonic() + seconds
+        if not event.wait(min(3, seconds)) and not self.lost:
             print_main(f"waiting for --mirror_to {self.place.name}: up to {seconds:.0f} s")
-        return event.wait(max(0, seconds - 3)) and not self.lost
+        while not (self.lost or event.wait(LOOK)) and time.monotonic() < until:
+            pass
+        return event.is_set() and not self.lost
 
     def wait(self) -> None:
         """At the end, wait until everything is sent, --mirror_timeout seconds at most."""
@@ -337,7 +342,8 @@ class Mirror:
                 missing = [t.folder.name for t in self._wanted() if t.name not in self.sent]
                 print_main(
                     f"warning: --mirror_to {self.place.name} lacks "
-                    f"{', '.join(missing) or 'the last lines of the logs'} ({self.problem}): the "
+                    f"{', '.join(missing) or 'the last lines of the logs'} "
+                    f"({self.problem or 'it does not answer'}): the "
                     "same command sends the rest, as long as this folder is there"
                 )
         is_done = not (self.asked or self.lost)

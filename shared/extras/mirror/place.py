@@ -19,10 +19,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pyarrow import ArrowException, fs
 
@@ -64,6 +64,15 @@ class Thing:
 
     folder: Path
     index: bytes
+    files: dict[str, IO[bytes]] = field(default_factory=dict)  # while they are open
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the files open, so that they can be sent although the run deletes them."""
+        with ExitStack() as stack:
+            for name in json.loads(self.index)["files"]:
+                self.files[name] = stack.enter_context((self.folder / name).open("rb"))
+            yield
 
     @property
     def name(self) -> str:
@@ -122,8 +131,8 @@ class Place:
 
     def whole(self, writer: str) -> list[str]:
         """Names of a writer's things that are whole, the earliest checkpoint first."""
-        found = (Path(path) for path in self.look(writer))
-        names = (str(path.parent) for path in found if path.name == MANIFEST)
+        found = (path.split("/") for path in self.look(writer))
+        names = (path[0] for path in found if path[1:] == [MANIFEST])
         return sorted(names, key=lambda name: (len(name), name))  # steps of six digits and more
 
     def read(self, path: str) -> bytes:
@@ -155,6 +164,7 @@ class Place:
         sent again.
 
         Args:
+            thing: opened.
             go_on: called before each part; raises to give up.
         """
         where = f"{writer}/{thing.name}"
@@ -164,20 +174,17 @@ class Place:
         others: dict[str, Any] = {}
         for other in self.writers():
             others |= self.look(f"{other}/{thing.name}") if other != writer else {}
-        files = json.loads(thing.index)["files"]
-        with ExitStack() as stack:
-            # opened before the first is sent: the run may delete them meanwhile
-            opened = {n: stack.enter_context((thing.folder / n).open("rb")) for n in files}
-            for name, file in opened.items():
-                for part, begin, size in parts(name, files[name]["size"]):
-                    go_on()
-                    if there.get(part) == size:
-                        continue
-                    if part in others and others[part].size == size:
-                        self.files.create_dir(os.path.dirname(f"{where}/{part}"))
-                        self.files.copy_file(others[part].path, f"{where}/{part}")
-                    else:
-                        self.put(f"{where}/{part}", os.pread(file.fileno(), size, begin))
+        for name, facts in json.loads(thing.index)["files"].items():
+            for part, begin, size in parts(name, facts["size"]):
+                go_on()
+                if there.get(part) == size:
+                    continue
+                if part in others and others[part].size == size:
+                    self.files.create_dir(os.path.dirname(f"{where}/{part}"))
+                    self.files.copy_file(others[part].path, f"{where}/{part}")
+                else:
+                    content = os.pread(thing.files[name].fileno(), size, begin)
+                    self.put(f"{where}/{part}", content)
         go_on()
         self.put(f"{where}/{MANIFEST}", thing.index)
 
