@@ -22,7 +22,6 @@ from tools import new
 # Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (400).
 # 2026-12-01: images in pairs and prompts (500).
 # 2026-12-01: an image is opened once to be checked (100 in a copy).
-# 2026-12-01: other prompts for groups that teach nothing (300).
 # 2026-12-01: --help of two screens, with the usual flags (150).
 # 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
 # 2026-12-01: two flags of --mirror_to, what a run does at its end, commands that take a mirror's address (250).
@@ -45,14 +44,14 @@ FOLDERS = {
 }
 # A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
 TEMPLATES = {
-    "distill": 91_300,
-    "dpo": 86_100,
-    "full_finetune": 78_000,
-    "grpo": 85_800,
-    "image_classification": 63_800,
-    "lora_finetune": 81_500,
-    "pretrain": 70_400,
-    "pretrain_pipeline": 68_000,
+    "distill": 91_700,
+    "dpo": 86_500,
+    "full_finetune": 78_400,
+    "grpo": 86_200,
+    "image_classification": 64_000,
+    "lora_finetune": 81_800,
+    "pretrain": 70_600,
+    "pretrain_pipeline": 68_300,
     "text_classification": 71_100,
     "token_classification": 76_900,
 }
