@@ -37,6 +37,8 @@ NO_LAUNCH = {
     ("text_classification", "sequence"): CANNOT_SHARE,
     ("token_classification", "sequence"): CANNOT_SHARE,
     ("image_classification", "sequence"): CANNOT_SHARE,
+    ("image_classification", "tensor"): "cannot be tensor parallel here",
+    ("pretrain_pipeline", "sequence"): CANNOT_SHARE,
     ("pretrain_pipeline", "fsdp2|hsdp|tensor|deepspeed"): "a pipeline is launched with ddp.yaml",
 }
 # (feature, pattern of launch configs): the line
