@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
 
 # An extra may be deleted ------------------------------------------------------------------------------------------------
 
-MISSING = [extra for extra in EXTRAS if not any(path.is_file() for path in extra_files(extra))]
+MISSING = [extra for extra in EXTRAS if not extra_files(extra)]
 
 
 class Missing(types.ModuleType):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import shared as shared_package
-from tests.conftest import LAUNCHER, ROOT, free_port, imports_of, python, slow
+from tests.conftest import LAUNCHER, MISSING, ROOT, free_port, imports_of, python, slow
 from tools import extras as extras_of
 from tools import new
 
@@ -55,7 +55,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
         "extras/vision/towers": (),
     }
     for used, by in users.items():
-        assert (f"shared/{used}.py" in modules) == (name in by)
+        assert (f"shared/{used}.py" in modules) == (name in by and (ROOT / f"shared/{used}.py").exists())
     imported = {
         name
         for module in modules
@@ -89,9 +89,10 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
 
 
 def test_extras_come_at_once_or_later_and_overwrite_no_edit(tmp_path, projects):
+    asked = new.build(("lora_finetune",), "lora", ["comparisons", "deepspeed"])
+    assert b"scikit-learn==" in asked["requirements.txt"]
     whole = new.build(("lora_finetune",), "lora", ["all"])
     assert "shared/extras/deepspeed.py" in whole and "accelerate_configs/deepspeed_zero2.yaml" in whole
-    assert b"scikit-learn==" in new.build(("lora_finetune",), "lora", ["comparisons"])["requirements.txt"]
     assert b"Left out" not in whole["README.md"] and b"torchvision" in whole["requirements.txt"]
     folder = tmp_path / "mine"
     shutil.copytree(projects / "lora_finetune", folder)
@@ -190,7 +191,7 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
     done = shared("plan", cwd=folder, check=False)
-    there = "check, replay, run, verify-launch, verify-resume"
+    there = "run, verify-resume" if "proofs" in MISSING else "check, replay, run, verify-launch, verify-resume"
     assert done.returncode == 2 and f"no command 'plan': there is {there}; a checkout " in done.stderr
 
 
@@ -201,6 +202,15 @@ def test_nothing_is_overwritten(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     done = shared("new", "pretrian", tmp_path / "new", check=False)
     assert done.returncode == 2 and "no template 'pretrian': there is " in done.stderr
+
+
+def test_a_checkout_may_lack_extras(origin, tmp_path):
+    shutil.rmtree(origin / "shared/extras/comparisons", ignore_errors=True)
+    shutil.rmtree(origin / "shared/extras/report", ignore_errors=True)  # which all projects have
+    shared("new", "pretrain", tmp_path / "mine", "--with", "all", cwd=origin)
+    assert (tmp_path / "mine/shared/__main__.py").exists() and not (tmp_path / "mine/shared/extras/report").exists()
+    refused = shared("new", "pretrain", tmp_path / "other", "--with", "comparisons", cwd=origin, check=False)
+    assert refused.returncode == 2 and "shared/extras/comparisons is not in this project" in refused.stderr
 
 
 @pytest.mark.slow

@@ -99,12 +99,13 @@ def useful(names: Iterable[str]) -> set[str]:
         for extra in EXTRAS.keys()
         - WITHOUT_USE[name]
         - OF_A_TEMPLATE.difference(CANNOT_DO_WITHOUT.get(name, set()), CAN_USE.get(name, set()))
+        if extra_files(extra)
     }
 
 
 def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
     """The extras of a project: those asked for, or all, and what all projects have or its
-    templates cannot do without.
+    templates cannot do without, unless it was deleted.
 
     Raises:
         ConfigError: there is no such extra.
@@ -112,11 +113,14 @@ def chosen(names: tuple[str, ...], asked: Collection[str]) -> set[str]:
     for extra in asked:
         if extra not in EXTRAS and extra != "all":
             raise ConfigError(f"no extra {extra!r}: there is {', '.join(EXTRAS)}, or all")
+        if extra != "all" and not extra_files(extra):
+            raise ConfigError(f"shared/extras/{extra} is not in this project")
     extras = useful(names) if "all" in asked else {*asked}
-    return extras.union(ALWAYS, *(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
+    extras |= ALWAYS.union(*(CANNOT_DO_WITHOUT.get(name, set()) for name in names))
+    return {extra for extra in extras if extra_files(extra)}
 
 
 def extra_files(extra: str) -> list[Path]:
-    """The files of an extra: a module, or a folder of them."""
+    """The files of an extra: a module, or a folder of them; none if it was deleted."""
     folder = SOURCE / "shared/extras" / extra
-    return sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    return sorted([*folder.glob("*.py"), *folder.parent.glob(f"{extra}.py")])

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from shared import extras
 from shared.run import exits
-from tests.conftest import LAUNCHER, ROOT, free_port, learn_here, load_template, run_here, write_lines
+from tests.conftest import LAUNCHER, MISSING, ROOT, free_port, learn_here, load_template, run_here, write_lines
 from tools import extras as extras_of
 from tools import new
 
@@ -67,7 +67,7 @@ def test_the_core_imports_an_extra_in_the_function_that_asks_alone():
 
 def test_each_extra_is_listed_and_the_templates_import_only_what_they_cannot_do_without():
     names = {path.stem for path in (ROOT / "shared/extras").iterdir() if path.stem not in ("__init__", "__pycache__")}
-    assert names == extras_of.EXTRAS.keys() == ALONE.keys() | extras_of.ALWAYS | COMMANDS
+    assert {*names, *MISSING} == extras_of.EXTRAS.keys() == ALONE.keys() | extras_of.ALWAYS | COMMANDS
     for template in (ROOT / "templates").glob("*.py"):
         outside = [name.split(".") for name, inside in new.imports(template) if not inside]
         needed = {name[2] for name in outside if len(name) > 2 and "extras" in name}
