@@ -90,6 +90,9 @@ class Missing(types.ModuleType):
             raise AttributeError(name)
         return Missing(self.__name__)
 
+    def __bool__(self) -> bool:
+        return False  # as `launch.optional` finds it: a run does without
+
     def __call__(self, *_: object, **__: object) -> None:
         raise ImportError(f"{self.__name__.replace('.', '/')} is not in this project")
 
