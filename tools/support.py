@@ -25,7 +25,10 @@ FEATURES = {
     ),
     "compile": ("`--torch_compile`", TEMPLATES),
     "4 bits": ("`--load_in_4bit`", ("lora_finetune", "dpo", "grpo", "distill")),
-    "images": ("in the data", ("lora_finetune", "full_finetune", "image_classification")),
+    "images": (
+        "in the data",
+        ("lora_finetune", "full_finetune", "dpo", "grpo", "image_classification"),
+    ),
     "streaming": ("`--streaming`", ("lora_finetune", "full_finetune", "distill", "pretrain")),
     "EMA": ("`--ema_decay`", TEMPLATES[:-1]),  # no pipeline
     "mixtures": ("`--mix_weights`", TEMPLATES),

@@ -256,7 +256,7 @@ def test_what_only_whole_models_need_is_no_flag_of_adapters(templates):
     message = refused(configs.parse, templates.lora_finetune.Config, ["--adam_beta2", "0.95", "--async_save"])
     assert message.startswith("unknown flags --adam_beta2: 0.999 for adapters; full_finetune.py has the flag; --async_save")
     config = templates.lora_finetune.Config()
-    assert (config.optim.adam_beta2, config.speed.async_save) == (0.999, False) and len(configs.flags(type(config))) <= 74
+    assert (config.optim.adam_beta2, config.speed.async_save) == (0.999, False) and len(configs.flags(type(config))) <= 76
     assert {"adam_beta2", "layer_decay", "async_save"} <= configs.flags(templates.pretrain.Config).keys()
 
 
