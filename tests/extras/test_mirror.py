@@ -446,9 +446,11 @@ def test_commands_read_a_place_and_write_nothing_there(tmp_path, chat_file, tiny
     assert shown("ask", url, "What?", "--max_new_tokens", 2)
     assert not [*(tmp_path / "cache/mirrors").glob("*/*/checkpoint-*")]  # which ask needs none of
     assert "loss" in shown("evaluate", url, "--test_file", chat_file, *launch)
-    shown("fork", url, "--step", 2, "--output_dir", "fork", *launch, "--learning_rate", 1e-3, "--report_to", "none")
+    # of a place, the newest checkpoint is there, and others if they were the newest when it was looked at
+    changed = ("--learning_rate", 1e-3, "--max_steps", 6, "--report_to", "none")
+    shown("fork", url, "--step", 4, "--output_dir", "fork", *launch, *changed)
     assert "learning_rate" in shown("compare", url, "fork")
-    shown("replay", url, "--step", 3, *launch)
+    shown("replay", url, "--step", 3, "--from_start", *launch)
     assert files_of(url) == before
     with pytest.raises(ConfigError, match="no run is mirrored there"):
         fetched(f"{url}/nothing", with_checkpoints=True)
