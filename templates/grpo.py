@@ -177,16 +177,16 @@ class PolicyLoss(TokenLoss):
         losses = -torch.minimum(gain, least)
         # the mean of minus log p over sampled tokens estimates the entropy
         values = {"entropy": -old, "clipped": (gain > least).float()}
-        if "sampled" in batch:  # by another engine: truncated importance sampling
-            weight = (old - batch["sampled"]).exp()
-            losses = losses * weight.clamp(max=config.importance_cap)
-            values["truncated"] = (weight > config.importance_cap).float()
-            values["sampler_difference"] = (old - batch["sampled"]).abs()
         if reference is not None:
             difference = reference - policy
             values["kl"] = difference.exp() - difference - 1  # k3, Schulman 2020
             # times the ratio, for an unbiased gradient: DeepSeek-V3.2, arXiv 2512.02556
             losses = losses + config.kl_coef * ratio * values["kl"]
+        if "sampled" in batch:  # by another engine: truncated importance sampling
+            weight = (old - batch["sampled"]).exp()
+            losses = losses * weight.clamp(max=config.importance_cap)
+            values["truncated"] = (weight > config.importance_cap).float()
+            values["sampler_difference"] = (old - batch["sampled"]).abs()
         if log is not None:
             log(**{name: value.detach().sum() for name, value in values.items()})
         return (losses * batch["weights"]).sum()

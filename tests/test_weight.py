@@ -61,7 +61,7 @@ EXTRAS = {
     "comparisons": 6_200,
     "deepspeed": 1_000,
     "distillation": 4_100,
-    "engines": 1_800,
+    "engines": 2_000,
     "experts": 2_500,
     "masked": 1_300,
     "mirror": 4_200,
@@ -80,7 +80,7 @@ EXTRAS = {
     "tagging": 6_900,
     "tars": 1_200,
     "tensor": 700,
-    "turns": 1_300,
+    "turns": 1_400,
     "vision": 6_200,
 }
 CORE = 117_200

@@ -110,8 +110,8 @@ def answer(
         images: of the prompts, `vision.prompts.PromptImages`, if they have any.
     """
     for numbers in mine:
-        # every rank makes the same number of calls
-        chosen = [number for number in numbers if number >= 0] or [0]
+        real = [number for number in numbers if number >= 0]
+        chosen = real or [0]  # every rank makes the same number of calls
         asked = chosen if images is None else images.with_image(chosen)
         found = generate(
             model,
@@ -121,7 +121,7 @@ def answer(
             draws=None if draws is None else draws[asked],
             beside=None if images is None else partial(images.inputs, asked),
         )
-        yield from zip(chosen, found[: len(chosen)], strict=True)
+        yield from zip(real, found, strict=False)
 
 
 def log_answers(
@@ -165,7 +165,7 @@ def log_answers(
         images=images,
     )
     if rollouts:
-        answers = rollouts.judged(model, samples, ends, answers)
+        answers = rollouts.judged(run, model, samples, ends, answers)
     answered: list[Any] = []
     scores: Any
     for number, ids, *scores in answers:

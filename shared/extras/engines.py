@@ -2,7 +2,6 @@
 probabilities that differ from those of the model that learns.
 """
 
-import atexit
 import logging
 import math
 import os
@@ -28,14 +27,16 @@ from shared.models.loading import dtype_of, save_causal_lm, without_adapters
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, first_line, is_of_the_network
+from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import print_main
+from shared.run import exits
 from shared.run.run import Run
 from shared.run.setup import Setup
 
 # (number of a prompt, token ids of its answer, the engine's log-probabilities of them)
 Sampled = Iterator[tuple[int, list[int], list[float]]]
-TIMEOUT = 900  # seconds for an answer
+TIMEOUT = 3600  # seconds for an answer
+BROKEN = 600  # seconds in which a server that is there answers with errors alone
 MINUTE = 60
 PAGE = 256  # tokens in a block of the paged cache
 READ = 2048  # tokens of prompts that are read at once
@@ -85,10 +86,11 @@ class Continuous:
         model: nn.Module,
         ends: Sequence[int],
         prompts: Sequence[list[int]],
-        max_new_tokens: int,
+        limits: Sequence[int],
         draws: np.ndarray,
     ) -> Sampled:
         """Yield this rank's part, sampled at temperature 1."""
+        max_new_tokens = max(limits)
         mine = range(self.share.rank, len(prompts), self.share.world_size)
         whole: Any = without_adapters(model)
         before = whole.config._attn_implementation
@@ -112,6 +114,16 @@ class Continuous:
             num_blocks=self.at_once * math.ceil(longest / PAGE),
             max_batch_tokens=max(self.at_once, READ),
         )
+        of_instance = vars(whole).get("forward")  # Accelerate's, with autocast
+        computes = getattr(whole, "_original_forward", whole.forward)
+
+        def forward(*args: Any, **named: Any) -> Any:
+            # in the precision of the cache, by a thread that does not see other contexts
+            half = whole.dtype != torch.float32
+            with torch.autocast(whole.device.type, whole.dtype if half else None, enabled=half):
+                return computes(*args, **named)
+
+        whole.forward = forward
         try:
             with as_in_an_evaluation(model), torch.no_grad():
                 found = whole.generate_batch(
@@ -120,6 +132,9 @@ class Continuous:
                     continuous_batching_config=batching,
                 )
         finally:
+            del whole.forward
+            if of_instance:
+                whole.forward = of_instance
             whole.set_attn_implementation(before)
         by_request = sorted(found.items(), key=lambda item: int(item[0].rpartition("_")[2]))
         for number, (_, result) in zip(mine, by_request, strict=True):
@@ -171,7 +186,7 @@ class Server:
             discard = partial(shutil.rmtree, self.folder.parent, ignore_errors=True)
             discard()
             if not last.name:
-                atexit.register(discard)
+                exits.at_the_end(discard)
             whole = run.unwrap(model)
             if full:
                 save_causal_lm(self.folder, whole, weights, self.tokenizer, dtype=dtype, base=name)
@@ -208,7 +223,7 @@ class Server:
         model: nn.Module,
         ends: Sequence[int],
         prompts: Sequence[list[int]],
-        max_new_tokens: int,
+        limits: Sequence[int],
         draws: np.ndarray,
     ) -> Sampled:
         """Yield this rank's part, sampled at temperature 1. Every rank calls this. While the server
@@ -220,7 +235,7 @@ class Server:
             body = {
                 "model": self.base if self.config.full else self.folder.name,
                 "prompt": prompts[number],
-                "max_tokens": max_new_tokens,
+                "max_tokens": limits[number],
                 "seed": seed_of(draws[number]),
                 "stop_token_ids": [*ends],
                 "logprobs": 1,
@@ -233,8 +248,9 @@ class Server:
                 "repetition_penalty": 1.0,
             }
             (choice,) = self._post("/v1/completions", body).json()["choices"]
-            ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            if not 0 < len(ids) == len(values):
+            ids = choice.get("token_ids") or []
+            values = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            if not 0 < len(ids) == len(values) or None in values:
                 raise ConfigError(
                     f"{self.config.rollout_server}: {len(values)} log-probabilities of "
                     f"{len(ids)} tokens: is it a vLLM server that knows return_token_ids?"
@@ -262,7 +278,8 @@ class Server:
         """
         import httpx2
 
-        said = time.monotonic() - MINUTE
+        began = time.monotonic()
+        said = began - MINUTE
         while True:
             try:
                 response = self.client.request(method, path, **content)
@@ -280,6 +297,12 @@ class Server:
                 if not is_of_the_network(error):
                     raise ConfigError(f"--rollout_server: {first_line(error)}") from None
                 self.lost = True
+                code = getattr(getattr(error, "response", None), "status_code", 503)
+                is_broken = code != 503 and time.monotonic() - began > BROKEN
+                if is_broken or isinstance(error, httpx2.ReadTimeout):
+                    raise NotNow(
+                        f"--rollout_server {self.config.rollout_server}{path}: {first_line(error)}"
+                    ) from None
                 if time.monotonic() - said >= MINUTE:
                     said = time.monotonic()
                     print_main(

@@ -12,18 +12,21 @@ from accelerate.utils import gather_object
 from shared.answers.answers import answer, batches_to_answer, written
 from shared.answers.numbers import called
 from shared.data.notes import Notes
+from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.rollouts.prompts import ToPrompts
-from shared.rollouts.rollouts import Rollouts, divided, plain
+from shared.rollouts.rollouts import divided, plain
+from shared.run.run import Run
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, Messages
 
 # (conversation, record) -> messages that follow its last answer; None where it ends
 Turn = Callable[[Messages, dict[str, Any]], Messages | None]
-# (prompts, max_new_tokens, draws) -> (place among the prompts, token ids of the answer), this
-# rank's
+# (prompts, tokens of each answer at most, draws) -> (place among the prompts, token ids of the
+# answer, log-probabilities if the engine gives any), this rank's
 Ask = Callable[..., Iterator[Any]]
 MARK = "<<the answer>>"  # in place of one
+SETTINGS = "conversation_settings"  # in a record: tools and options of the chat template
 
 
 @dataclass
@@ -44,13 +47,17 @@ class ToTalks(ToPrompts):
         self, record: dict[str, Any], form: str, where: str, notes: Notes
     ) -> tuple[list[int], np.ndarray]:
         encoded = super().encode(record, form, where, notes)
-        messages = self._example(record, form, where, Notes()).messages
-        if not messages:
+        example = self._example(record, form, where, Notes())
+        if not example.messages:
             raise ConfigError(
                 f"{where}: --max_turns needs messages, or a model with a chat template"
             )
-        record["conversation"] = messages
+        record["conversation"] = example.messages
         notes.add("unused conversation")
+        if example.tools or example.template_options:
+            options = {"tools": example.tools, "template_options": example.template_options}
+            record[SETTINGS] = options
+            notes.add(f"unused {SETTINGS}")
         return encoded
 
 
@@ -100,7 +107,7 @@ class Turns:
                     row[:room] = draws[talk.number, -room:]
             asked = [samples[talk.number][0] + plain(talk.ids) for talk in talks]
             going = []
-            for place, ids, *values in ask(asked, max(left), drawn):
+            for place, ids, *values in ask(asked, left, drawn):
                 talk = talks[place]
                 talk.ids += ids[: left[place]]
                 for given in values:
@@ -118,15 +125,17 @@ class Turns:
                     going.append(talk)
                 else:
                     yield (talk.number, talk.ids, *([talk.values] if values else []))
-            talks = sorted(gather_object(going), key=lambda talk: talk.number)
+            # ranks that share rows have the same
+            by_number = {talk.number: talk for talk in gather_object(going)}
+            talks = [by_number[number] for number in sorted(by_number)]
             if not talks:
                 return
 
     def last_answers(
         self,
+        run: Run,
         model: Any,
         samples: list[Any],
-        rollouts: Rollouts,
         ends: Sequence[int],
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of a sample, token ids of the last answer), decoded greedily, for this
@@ -134,12 +143,16 @@ class Turns:
         Every rank calls this.
         """
 
-        def ask(prompts: Any, count: int, draws: Any) -> Iterator[tuple[int, list[int]]]:
-            of_rank = (rollouts.at_once, rollouts.share)
-            mine = batches_to_answer(model, prompts, count, *of_rank)
-            return answer(model, prompts, mine.tolist(), max_new_tokens=count, ends=ends)
+        config = run.config
 
-        for number, ids in self.answers(ask, samples, rollouts.max_new_tokens, ends):
+        def ask(prompts: Any, limits: list[int], draws: Any) -> Iterator[tuple[int, list[int]]]:
+            count = max(limits)
+            of_rank = (config.batch.per_device_eval_batch_size, sharding.share(run.accelerator))
+            mine = batches_to_answer(model, prompts, count, *of_rank)
+            watched = run.watch(mine.tolist(), len(mine))
+            return answer(model, prompts, watched, max_new_tokens=count, ends=ends)
+
+        for number, ids in [*self.answers(ask, samples, config.max_new_tokens, ends)]:
             prompt, *others = samples[number]
             before, last = divided(prompt, ids)
             samples[number] = (before, *others)
@@ -154,16 +167,19 @@ class Turns:
         if not (isinstance(more, list) and all(isinstance(m, dict) and "role" in m for m in more)):
             raise ConfigError(f"turn returns {more!r}, expected a list of messages, or None")
         talk.messages += more
-        return self.following(talk.messages, len(more))
+        return self.following(talk.messages, len(more), record.get(SETTINGS) or {})
 
-    def following(self, messages: Messages, count: int) -> list[int]:
+    def following(self, messages: Messages, count: int, settings: dict[str, Any]) -> list[int]:
         """Token ids that the chat template writes after an answer: the last `count` messages, and
         where the next answer begins. Without what ends the answer.
+
+        Args:
+            settings: tools and options of the template, as of `Example`.
         """
         at = len(messages) - count
         shown = [*messages[: at - 1], {"role": "assistant", "content": MARK}, *messages[at:]]
         tokenizer = self.encoder.tokenizer
-        ids = self.encoder.prompt(Example(shown), "what turn returns", Notes())
+        ids = self.encoder.prompt(Example(shown, **settings), "what turn returns", Notes())
         text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         _, found, after = text.rpartition(MARK)
         if not found:

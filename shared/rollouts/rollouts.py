@@ -29,7 +29,7 @@ from shared.training import defaults
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
 # row -> (token ids of its answer, numbers by name, the sampler's log-probabilities, if it has any)
-Rewarded = dict[int, tuple[list[int], dict[str, float], list[float]]]
+Rewarded = dict[int, Any]
 
 
 def plain(ids: Iterable[int]) -> list[int]:
@@ -207,7 +207,7 @@ class Rollouts:
             )
             if self.turns is None:
                 images = self.prompts.images_of(of_rows)
-                answered = ask(asked, self.max_new_tokens, draws, images)
+                answered = ask(asked, [self.max_new_tokens] * len(asked), draws, images)
             else:
                 answered = self.turns.answers(ask, samples, self.max_new_tokens, ends, draws)
             rewarded: Rewarded = {}
@@ -261,13 +261,16 @@ class Rollouts:
         model: nn.Module,
         ends: list[int],
         prompts: list[list[int]],
-        max_new_tokens: int,
+        limits: list[int],
         draws: np.ndarray,
         images: Any = None,
     ) -> Iterator[Any]:
-        """Yield (number of a prompt, token ids of its answer) for this rank's part."""
+        """Yield (number of a prompt, token ids of its answer) for this rank's part: as many as
+        `limits` say for each, or more.
+        """
         if self.sampler:
-            return self.sampler.answers(model, ends, prompts, max_new_tokens, draws)
+            return self.sampler.answers(model, ends, prompts, limits, draws)
+        max_new_tokens = max(limits)
         settings: Any = {"max_new_tokens": max_new_tokens, "ends": ends, "draws": draws}
         if images is None and self.engine.can_refill(model):
             longest_first = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -283,7 +286,7 @@ class Rollouts:
         return [{"reward_model": score} for score in self.reward_model(texts)]
 
     def judged(
-        self, model: nn.Module, samples: list[Any], ends: list[int], answers: Iterable[Any]
+        self, run: Run, model: nn.Module, samples: list[Any], ends: list[int], answers: Any
     ) -> Any:
         """A list of (number of a sample, token ids of its last answer, what its record gets) for
         this rank's part of `Conversations.prompt`s to validate on. Every rank calls this. After
@@ -293,7 +296,7 @@ class Rollouts:
             answers: to the prompts, where there is one turn.
         """
         if self.turns:
-            answers = self.turns.last_answers(model, samples, self, ends)
+            answers = self.turns.last_answers(run, model, samples, ends)
         answered = [*answers]
         scores = self._scores([samples[number][0] + ids for number, ids in answered])
         return [(*found, score) for found, score in zip(answered, scores, strict=True)]

@@ -23,7 +23,7 @@ from shared.process.signals import STOP_SIGNALS, clean_exit, record_end
 _folder: Path | None = None
 _step = 0
 _signal = 0  # that ends the run at once
-_last: Callable[[], None] | None = None  # what is left to do
+_last: list[Callable[[], None]] = []  # what is left to do
 
 
 class Stopped(CleanExit):
@@ -131,12 +131,9 @@ def run(main: Callable[[Any], None], config: Any) -> None:
 
 
 def _record_end(error: BaseException | None) -> None:
-    global _last
     record_end(_folder, error, _step)
-    last = _last
-    _last = None
-    if last:
-        last()
+    while _last:
+        _last.pop()()
 
 
 def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
@@ -193,8 +190,7 @@ def report_end_in(folder: Path) -> None:
 
 def at_the_end(work: Callable[[], None]) -> None:
     """Do this once exit.json is written, on this rank."""
-    global _last
-    _last = work
+    _last.append(work)
 
 
 def at_step(step: int) -> None:

@@ -93,10 +93,14 @@ def test_wrong_servers_are_one_line(base, tmp_path, monkeypatch):
     assert f"{keeper.address}/v1/" in line and "401" in line and "unauthorised" in line
 
 
-@pytest.mark.parametrize("processes", [1, slow(2)])
-def test_continuous_batching_samples_from_the_weights_in_training(base, tmp_path, processes):
-    done = run("grpo", tmp_path / "run", *base[1], "--rollout_engine", "continuous", processes=processes)
-    assert max(done.each("sampler_difference")) < 1e-3 and max(done.each("truncated")) == 0
+@pytest.mark.parametrize(
+    ("processes", "precision", "flags", "error"),
+    [(1, "no", (), 1e-3), (1, "bf16", (), 0.2), slow(2, "bf16", ("--full",), 0.2)],
+)
+def test_continuous_batching_samples_from_the_weights_in_training(base, tmp_path, processes, precision, flags, error):
+    given = (*base[1], *flags, "--rollout_engine", "continuous")
+    done = run("grpo", tmp_path / "run", *given, processes=processes, precision=precision)
+    assert max(done.each("sampler_difference")) < error and max(done.each("truncated")) == 0
     assert len(done.each("grad_norm")) == 3 and max(done.each("grad_norm")) > 1e-2
     assert "continuous batching of transformers: importance weights are cut at 2; no exact resume" in done.summary
 

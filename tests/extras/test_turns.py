@@ -129,7 +129,7 @@ def talkative(tiny_model, tmp_path_factory):
     file = write_lines(folder / "sums.jsonl", records)
     flags = ("--model_name_or_path", folder / "model", "--train_file", file, "--validation_file", file, "--max_turns", 3)
     flags += ("--max_new_tokens", 160, "--global_batch_size", 4, "--group_size", 4, "--per_device_train_batch_size", 3)
-    flags += ("--per_device_eval_batch_size", 5, "--max_steps", 4, "--eval_steps", 2, "--save_steps", 1, "--full")
+    flags += ("--per_device_eval_batch_size", 3, "--max_steps", 4, "--eval_steps", 2, "--save_steps", 1, "--full")
     return folder / "grpo", (
         *flags,
         "--eval_answers",
@@ -151,7 +151,7 @@ def whole(talkative, tmp_path_factory):
     return run(str(template), tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
-@pytest.mark.parametrize("config", ["ddp", slow("fsdp2")])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel")])
 def test_conversations_are_the_same_on_two_ranks(talkative, whole, tmp_path, config):
     template, flags = talkative
     other = run(str(template), tmp_path / "run", *flags, processes=2, config=config)
@@ -161,7 +161,8 @@ def test_conversations_are_the_same_on_two_ranks(talkative, whole, tmp_path, con
         assert other.each(name) == pytest.approx(whole.each(name), abs=2e-4), name
     rows = [json.loads(line) for line in (whole.folder / "rollouts.jsonl").read_text().splitlines()]
     assert max(row["answer"].count("go on") for row in rows) == 2  # three answers
-    assert (other.folder / "rollouts.jsonl").read_text() == (whole.folder / "rollouts.jsonl").read_text()
+    for name in ("rollouts.jsonl", "answers.jsonl"):  # also where a rank has nothing to answer in a round
+        assert (other.folder / name).read_text() == (whole.folder / name).read_text(), name
 
 
 def test_killed_between_turns_it_goes_on_bit_for_bit(talkative, whole, tmp_path):
@@ -244,6 +245,21 @@ def test_what_is_sampled_and_learned_is_that_of_a_plain_loop(talkative, monkeypa
         (-advantages[row] * sum(logits[n, token] for n, token in enumerate(after) if token >= 0)).backward()
     plain_gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert (gradient - plain_gradient).norm() < 1e-6 * plain_gradient.norm() and plain_gradient.norm() > 1
+
+
+def test_the_template_gets_tools_and_options_in_each_turn(tiny_model, tmp_path):
+    template = "{{ tools[0]['function']['name'] if tools }}" + CHATML.replace(
+        "assistant\n' }}{% endif %}", "assistant\n' }}{{ '' if thinking else '<|pause|>' }}{% endif %}"
+    )
+    tokenizer = chat_tokenizer(tiny_model, template)
+    record = {"messages": TALK[:1], "tools": [{"type": "function", "function": {"name": "add"}}], "answer": "4"}
+    record["chat_template_kwargs"] = {"thinking": True}
+    file = write_lines(tmp_path / "asked.jsonl", [record] * 20)
+    options = SimpleNamespace(data=PromptConfig(train_file=(str(file),), max_turns=2))
+    sample = read_prompts(options, tokenizer)[0].prompt(0)
+    turns, end = Turns(lambda messages, record: TALK[2:3], tokenizer, 2), tokenizer.convert_tokens_to_ids(END)
+    ((_, ids),) = turns.answers(lambda *asked: [(0, [7, end])], [sample], 90, [end])
+    assert tokenizer.decode(sample[0]).startswith("add") and not tokenizer.decode(plain(ids)).count("<|pause|>")
 
 
 def test_wrong_turns_are_one_line(talkative, tiny_model, tmp_path):
