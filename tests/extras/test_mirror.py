@@ -80,13 +80,13 @@ def machine(tmp_path: Path, name: str, url: str, **options) -> Mirror:
 
 
 def end(mirror: Mirror) -> None:
-    exits._last = None
+    exits._last = []
     mirror.finish()
 
 
 def die(mirror: Mirror) -> None:
     """As a machine does: it neither sends anything any more nor lets go of the lease."""
-    exits._last = None
+    exits._last = []
     mirror.over.set()
     mirror.wake.set()
     for thread in mirror.threads:
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(url, tmp_path,
     place.put(oldest, b"x" * 3000)
     with pytest.raises(CheckpointError, match="is damaged"):
         machine(tmp_path, "three", url).open()
-    exits._last()
+    exits._last.pop()()
 
 
 def test_a_local_checkpoint_as_new_is_used_and_another_runs_place_is_refused(tmp_path):
