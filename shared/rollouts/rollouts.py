@@ -28,7 +28,7 @@ from shared.training import defaults
 
 # (answer, record) -> numbers by name, whose sum is the reward
 Reward = Callable[[str, dict[str, Any]], dict[str, float]]
-# row -> (token ids of its answer, numbers by name, the sampler's log-probabilities, if it has any)
+# row -> (token ids after its prompt, numbers by name, another engine's log-probabilities or none)
 Rewarded = dict[int, Any]
 
 
