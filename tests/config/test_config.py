@@ -247,9 +247,13 @@ def test_what_other_programs_call_it_is_known(templates):
         "batch_size": "give --global_batch_size, the samples of a step, or --per_device_train_batch_size",
         "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
         "momentum": "0.9 of sgd, and 0.95 of muon",
+        "dataset_num_proc": "did you mean --preprocessing_num_workers?",
     }.items():
         message = refused(configs.parse, templates.pretrain.Config, [f"--{flag}", "1"])
         assert message.startswith(f"unknown flag --{flag}: {then}")
+    names = {name for path in TEMPLATES.glob("*.py") for name in configs.flags(load_template(path.stem).Config)}
+    table = yaml.safe_load((TEMPLATES.parent / "shared/config/other_programs.yaml").read_text())
+    assert {name for name in table.values() if " " not in name} <= names
 
 
 def test_what_only_whole_models_need_is_no_flag_of_adapters(templates):
