@@ -53,12 +53,6 @@ class Config:
     group: Group = Group()
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def templates():
     return SimpleNamespace(**{name: load_template(name) for name in ("pretrain", "lora_finetune", "image_classification")})

@@ -32,11 +32,6 @@ from tests.conftest import put_a_token_before_texts, write_lines
 
 
 @pytest.fixture
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture
 def chatml(tiny_model):
     return chat_tokenizer(tiny_model)
 
