@@ -33,7 +33,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
-from tests.launcher import blank
+from tests.launcher import blank, fewer_tokens
 from tools.extras import EXTRAS, extra_files
 from tools.new import imports
 
@@ -533,11 +533,11 @@ def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
 
 
 def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0. Pictures are blank, but those of a run by default, or
-    with TESTS_PAINT in `env`.
+    """Launch a template and wait for it; `check` asserts exit code 0. Pictures are blank and samples of text short, but
+    those of a run by default, or with TESTS_PAINT in `env`.
     """
     paints = not args or "TESTS_PAINT" in (env or {})
-    env = launch_environment(env) | ({} if paints else {"TESTS_BLANK_PICTURES": "1"})
+    env = launch_environment(env) | ({} if paints else {"TESTS_SPARE": "1"})
     code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), env)
     if check:
         assert code == 0, output
@@ -595,6 +595,7 @@ def load_template(name: str):
 def run_here(template: str, *args: object) -> None:
     """Run a template in this process, for what does not depend on how it is launched; exits are exceptions."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import GenerationMixin
 
     from shared.config import parse as configs
     from shared.run import exits
@@ -608,7 +609,9 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with contextlib.suppress(exits.Finished), mock.patch("matplotlib.figure.Figure.savefig", blank):
+        spared = mock.patch("matplotlib.figure.Figure.savefig", blank)
+        fewer = mock.patch.object(GenerationMixin, "generate", fewer_tokens(GenerationMixin.generate))
+        with contextlib.suppress(exits.Finished), spared, fewer:
             module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():
