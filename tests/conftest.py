@@ -4,6 +4,7 @@ import array
 import contextlib
 import gc
 import importlib.util
+import io
 import json
 import os
 import random
@@ -32,7 +33,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
 from shared.config.types import Free
 from shared.process.signals import STOP_SIGNALS
-from tests.launcher import blank
+from tests.launcher import blank, fewer_tokens
 from tools.extras import EXTRAS, extra_files
 from tools.new import imports
 
@@ -134,6 +135,8 @@ def offline(tmp_path_factory):
         "WANDB_MODE": "offline",
         "ACCELERATE_USE_CPU": "true",
     }
+    for name in ("RANK", "WORLD_SIZE"):  # tests are of one process, unless they say otherwise
+        os.environ.pop(name, None)
     yield
     LAUNCHER.close()
     gc.unfreeze()  # or extensions complain of leaks at the end
@@ -180,6 +183,22 @@ def chat_file(tmp_path_factory) -> Path:
     return write_lines(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
+@pytest.fixture(scope="session")
+def user_files(tmp_path_factory, chat_file) -> Path:
+    """A folder of what users have: chats.jsonl, pairs.jsonl, problems.jsonl, names.jsonl, reviews.csv."""
+    folder = tmp_path_factory.mktemp("files")
+    shutil.copy(chat_file, folder / "chats.jsonl")
+    turns = [[turn["content"] for turn in json.loads(line)["messages"]] for line in chat_file.read_text().splitlines()]
+    pairs = ({"prompt": user, "chosen": answer, "rejected": "no"} for user, answer in turns)
+    write_lines(folder / "pairs.jsonl", pairs)
+    problems = ({"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40))
+    write_lines(folder / "problems.jsonl", problems)
+    write_lines(folder / "names.jsonl", [{"tokens": ["at", "home"], "tags": ["O", "B-LOC"]}] * 40)
+    rows = [f"{answer},{'long' if len(answer) > 99 else 'short'}" for _, answer in turns]
+    (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
+    return folder
+
+
 def make_model(folder: Path, **shape: int) -> Path:
     """A Llama of two blocks with random weights, and a tokenizer, in the format of the Hub."""
     import torch
@@ -217,6 +236,28 @@ def put_a_token_before_texts(tokenizer):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def cpu_state() -> None:
+    """Accelerate's state, which a run in this process has perhaps removed."""
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+
+
+def encoded(image, kind: str, **options: object) -> bytes:
+    """A picture as a file of this kind."""
+    into = io.BytesIO()
+    image.save(into, kind, **options)
+    return into.getvalue()
 
 
 def paint(path: Path, kinds: int | Sequence[int], number: int, size: tuple[int, int]) -> None:
@@ -492,11 +533,11 @@ def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
 
 
 def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0. Pictures are blank, but those of a run by default, or
-    with TESTS_PAINT in `env`.
+    """Launch a template and wait for it; `check` asserts exit code 0. Pictures are blank and samples of text short, but
+    those of a run by default, or with TESTS_PAINT in `env`.
     """
     paints = not args or "TESTS_PAINT" in (env or {})
-    env = launch_environment(env) | ({} if paints else {"TESTS_BLANK_PICTURES": "1"})
+    env = launch_environment(env) | ({} if paints else {"TESTS_SPARE": "1"})
     code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), env)
     if check:
         assert code == 0, output
@@ -554,6 +595,7 @@ def load_template(name: str):
 def run_here(template: str, *args: object) -> None:
     """Run a template in this process, for what does not depend on how it is launched; exits are exceptions."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import GenerationMixin
 
     from shared.config import parse as configs
     from shared.run import exits
@@ -567,7 +609,9 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        with contextlib.suppress(exits.Finished), mock.patch("matplotlib.figure.Figure.savefig", blank):
+        spared = mock.patch("matplotlib.figure.Figure.savefig", blank)
+        fewer = mock.patch.object(GenerationMixin, "generate", fewer_tokens(GenerationMixin.generate))
+        with contextlib.suppress(exits.Finished), spared, fewer:
             module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():

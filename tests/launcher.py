@@ -23,6 +23,7 @@ import threading
 import traceback
 import types
 import weakref
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 PRELOADED = (
@@ -34,11 +35,13 @@ PRELOADED = (
     *("transformers.models.convnext.modeling_convnext", "transformers.models.resnet.modeling_resnet"),
     *("torchvision.transforms.v2", "matplotlib.pyplot", "tyro", "tokenizers", "bitsandbytes", "tqdm", "pyarrow"),
     *("PIL.Image", "sklearn.metrics", "safetensors.torch", "xxhash", "encodings.idna", "multiprocessing.sharedctypes"),
+    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin", "encodings.utf_8_sig"),
     *("matplotlib.backends.backend_agg", "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"),
     "deepspeed",  # which unwrap_model imports where it is installed
 )
 OURS = {"shared", "tools"}  # packages that a fork imports anew: it may have another folder's
 PATH, POPEN, THREADS = tuple(sys.path[1:]), subprocess.Popen, 1
+COMPILED = {}
 
 
 class Popen(subprocess.Popen):
@@ -89,10 +92,31 @@ def blank(_figure, file, **_options):
     Image.new("L", (1, 1)).save(file, "png")
 
 
+def fewer_tokens(generate):
+    """In place of GenerationMixin.generate: 8 tokens of the 48 that pretrain.py writes after each evaluation."""
+
+    def generate_fewer(*arguments, **options):
+        if getattr(options.get("generation_config"), "max_new_tokens", None) == 48:
+            options["generation_config"].max_new_tokens = 8
+        return generate(*arguments, **options)
+
+    return generate_fewer
+
+
+def compile_once(load):
+    """In place of SourceFileLoader.source_to_code: by path and content, what this process has compiled for its forks."""
+
+    def source_to_code(loader, data, path, **options):
+        return COMPILED.get((path, bytes(data))) or load(loader, data, path, **options)
+
+    return source_to_code
+
+
 def run_as_main(words, env=None, cwd=None):
     """Do what a new interpreter with these arguments and this environment would do."""
     import matplotlib.figure
     import torch
+    from transformers import GenerationMixin
 
     os.chdir(cwd or os.getcwd())
     if env is not None:
@@ -111,8 +135,9 @@ def run_as_main(words, env=None, cwd=None):
     subprocess.Popen = Popen if kind else POPEN
     if torch.get_num_threads() != (threads := 1 if kind else THREADS):
         torch.set_num_threads(threads)
-    if "TESTS_BLANK_PICTURES" in os.environ:
+    if "TESTS_SPARE" in os.environ:
         matplotlib.figure.Figure.savefig = blank
+        GenerationMixin.generate = fewer_tokens(GenerationMixin.generate)
     sys.argv = words[1:] if kind else words
     script_folder = str(Path(words[0]).resolve().parent)
     folder = {"-m": os.getcwd(), "-c": ""}.get(kind, script_folder)
@@ -201,5 +226,9 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             __import__(name)
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")  # compiles what all saves use
+    if sys.dont_write_bytecode:
+        sources = [path for folder in OURS for path in (Path(__file__).resolve().parents[1] / folder).rglob("*.py")]
+        COMPILED |= {(str(path), path.read_bytes()): compile(path.read_bytes(), path, "exec") for path in sources}
+        SourceFileLoader.source_to_code = compile_once(SourceFileLoader.source_to_code)
     gc.enable()
     serve(sys.argv[1])

@@ -124,8 +124,7 @@ def test_tools_are_found_from_anywhere_and_imported_by_nothing_that_is_copied(tm
     assert [path for path in copied if any(name.split(".")[0] == "tools" for name, _ in imports_of(path))] == []
     (tmp_path / "tools").mkdir()  # the user's own
     (tmp_path / "tools/__init__.py").touch()
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "shared", "recipes"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python("-m", "shared", "recipes", cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert "qwen3_8b_lora_80gb: " in done.stdout, done.stderr
 
 

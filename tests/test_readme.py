@@ -25,7 +25,7 @@ from shared.commands import ask
 from shared.config import parse as configs
 from shared.process import ranks
 from shared.text import forms, preferences
-from tests.conftest import LAUNCHER, ROOT, SHAPE, free_port, load_template, run_here, save_classifier, write_lines
+from tests.conftest import LAUNCHER, ROOT, SHAPE, free_port, load_template, python, run_here, save_classifier
 from tests.extras.test_masked import save_masked_bert
 from tools.plan import PlanConfig
 
@@ -291,20 +291,6 @@ def test_a_command_of_the_package_has_the_flags_that_are_given_to_it(part):
     assert [flag for flag in flags if f'"--{flag}"' not in source and f"\n    {flag}: " not in source] == []
 
 
-EDITS = re.findall(r"```diff\n(.*?)```", PAGES["docs/editing_the_step.md"], re.DOTALL)
-
-
-@pytest.mark.parametrize("edit", EDITS, ids=range(len(EDITS)))
-def test_an_edit_of_the_step_applies(edit, tmp_path):
-    """That each trains is seen in tests/run/test_edits.py."""
-    (name,) = re.findall(r"^--- a/(templates/\w+\.py)", edit, re.MULTILINE)
-    (tmp_path / "templates").mkdir()
-    shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run(["git", "apply", "-"], input=edit, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    compile((tmp_path / name).read_text(), name, "exec")
-
-
 # Slow: what is written is given -----------------------------------------------------------------------------------------
 
 
@@ -330,9 +316,9 @@ STANDS_FOR = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, architectures):
+def world(tmp_path_factory, tiny_model, user_files, text_file, image_folder, architectures):
     """A folder with the keys of STANDS_FOR."""
-    folder = tmp_path_factory.mktemp("world")
+    folder = shutil.copytree(user_files, tmp_path_factory.mktemp("worlds") / "world")
     save_classifier(architectures / "convnext", folder / "convnext")
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
@@ -341,20 +327,11 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     shutil.copytree(tiny_model, folder / "scorer")
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(folder / "scorer")
     shutil.copytree(image_folder, folder / "images")
-    for name in ("chats.jsonl", "more.jsonl"):
-        shutil.copy(chat_file, folder / name)
-    turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    pairs = ({"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns)
-    write_lines(folder / "pairs.jsonl", pairs)
-    problems = ({"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40))
-    write_lines(folder / "problems.jsonl", problems)
-    write_lines(folder / "names.jsonl", [{"tokens": ["at", "home"], "tags": ["O", "B-LOC"]}] * 40)
+    shutil.copy(folder / "chats.jsonl", folder / "more.jsonl")
     for name in ("tiny_model", "instruct"):
         shutil.copytree(tiny_model, folder / name)
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
     (folder / "instruct/chat_template.jinja").write_text(template)
-    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}" for _, answer in turns]
-    (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
     return folder
 
 
@@ -389,16 +366,12 @@ def small(tokens: list[str], world: Path, folder: Path, port: int = 0) -> list[s
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
-    of_template = {
-        "image_classification": {"--image_size": "16"},
-        "text_classification": {"--seq_length": "64"},
-        "token_classification": {"--seq_length": "64"},
-    }
-    of_template["distill"] = {"--seq_length": "64", "--eval_samples": "4", "--show_answers": "0"}
+    short, few = {"--seq_length": "64"}, {"--eval_samples": "4"}
+    of_template = dict.fromkeys(("lora_finetune", "full_finetune", "dpo", "distill"), short | few | {"--show_answers": "0"})
+    of_template |= dict.fromkeys(("text_classification", "token_classification"), short) | {"pretrain": short | few}
     of_template |= {"grpo": {"--group_size": "2", "--eval_answers": "4", "--max_new_tokens": "8"}}
-    extra |= of_template.get(template, {"--eval_samples": "4"})
-    extra |= {"--show_answers": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
-    extra |= {"--seq_length": "64"} if template == "pretrain" else {}
+    of_template |= {"image_classification": {"--image_size": "16"}}
+    extra |= of_template.get(template, few)
     extra |= {"--config_overrides": SHAPE} if template == "pretrain" and "--model_name_or_path" not in given else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
@@ -489,7 +462,7 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
 def test_a_command_of_the_package(part, world, tmp_path):
     words = {"../my-project": str(tmp_path / "my-project"), "../upgrade/my-project": str(tmp_path / "upgraded")}
     tokens = [words.get(token, token) for token in in_the_world(shlex.split(part)[1:], world)]
-    done = subprocess.run([sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python(*tokens)
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

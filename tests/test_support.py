@@ -8,7 +8,7 @@ from shared.config import parse as configs
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT, Run, load_template, run
 from tests.extras.test_vision import many, models  # noqa: F401
-from tools import new, plan, support
+from tools import memory, new, plan, support
 
 FOUR = ("hsdp", "fsdp2_tensor_parallel", "fsdp2_sequence_parallel")
 FLAG = {"compile": "torch_compile", "4 bits": "load_in_4bit", "streaming": "streaming"}
@@ -54,6 +54,7 @@ def test_plan_refuses_what_the_page_says_no_to(monkeypatch, flags, said):
 
 
 def test_plan_leaves_out_launches_that_a_template_cannot_use(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "activations", lambda *_, **__: dict.fromkeys(memory.CHECKPOINTING, 0.0))
     monkeypatch.setattr(sys, "argv", ["plan", "--template", "grpo", "--gpus", "2", "--seq_length", "64"])
     plan.main()
     table, _, rest = capsys.readouterr().out.partition("\n\nactivations and peak")

@@ -1,6 +1,6 @@
 """How much code a reader takes over, in tokens: names, numbers, strings, operators and keywords, no comments or docstrings.
 
-A limit may rise only with a reason beside it. Tokens, unlike lines, do not shrink when lines get longer.
+A limit may rise only with a reason in the commit. Tokens, unlike lines, do not shrink when lines get longer.
 """
 
 import ast
@@ -15,17 +15,7 @@ from tests.conftest import MISSING, ROOT, imports_of
 from tools import extras as extras_of
 from tools import new
 
-# To the next hundred. 2026-11-29: what few runs need went into extras, the loaders and evaluations of templates came here;
-# optimizers of frozen weights, late values and tensors are refused, notes are compared (200). 2026-11-30: --skip_steps, the
-# place of a conversation, the chain of checkpoints, and the command in two warnings that shows a step's samples (310).
-# 2026-12-01: other prompts for groups that teach nothing (300), several answers (400), other samplers (200).
-# Errors of rewards and scores as one line (200). A reward model's scores reach both; two tokenizers are compared here (400).
-# 2026-12-01: images in pairs and prompts (500).
-# 2026-12-01: an image is opened once to be checked (100 in a copy).
-# 2026-12-01: --help of two screens, with the usual flags (150).
-# 2026-12-01: what the report on data counts while they are read, bad records named together, --order, streams (1,200).
-# 2026-12-01: two flags of --mirror_to, what a run does at its end, commands that take a mirror's address (250).
-# 2026-12-01: processes that the launcher restarts meet apart from the earlier ones (130).
+# To the next hundred. Why each has risen is in the log: git log -L '/^FOLDERS/,/^CORE/:tests/test_weight.py'
 FOLDERS = {
     "answers": 3_000,
     "commands": 5_200,
@@ -42,7 +32,7 @@ FOLDERS = {
     "text": 21_000,
     "training": 3_200,
 }
-# A copy of a template, without what it can do without: see tools/new.py. With 2026-11-29's extras (23,300) elsewhere.
+# A copy of a template, without what it can do without: see tools/new.py.
 TEMPLATES = {
     "distill": 91_700,
     "dpo": 86_500,

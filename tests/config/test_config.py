@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shared.config import options
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, EvaluationConfig, OptimConfig, SpeedConfig
+from shared.config.options import BatchConfig, EvaluationConfig, SpeedConfig
 from shared.config.types import Count, Free, Positive, Rule, Steps, within
 from shared.data.options import DataConfig
 from shared.images.options import ImageConfig
@@ -25,7 +25,7 @@ from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.signals import clean_exit
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import load_template
+from tests.conftest import load_template, python
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -53,12 +53,6 @@ class Config:
     group: Group = Group()
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def templates():
     return SimpleNamespace(**{name: load_template(name) for name in ("pretrain", "lora_finetune", "image_classification")})
@@ -66,10 +60,10 @@ def templates():
 
 @pytest.fixture
 def from_yaml(tmp_path):
-    def parse(text, *argv, config_class=Config):
+    def parse(text, *argv, config_class=Config, config_last=False):
         path = tmp_path / "run.yaml"
-        path.write_text(text, encoding="utf-8")
-        return configs.parse(config_class, ["--config", str(path), *argv])
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return configs.parse(config_class, [*argv, f"--config={path}"] if config_last else ["--config", str(path), *argv])
 
     return parse
 
@@ -85,7 +79,7 @@ def refused(parse, *args, **kwargs) -> str:
 # YAML and the command line -------------------------------------------------------------------------------------------
 
 
-def test_yaml_and_the_command_line_give_the_same_frozen_config(from_yaml):
+def test_yaml_and_the_command_line_give_the_same_frozen_config_and_the_command_line_wins(from_yaml, templates, monkeypatch):
     text = "rate: 0.5\nlabel: b\ntitle: t\nwords: [p, q, r]\nshuffle: true\ncareful: false\nshape: flat\ncount: 3\nlimit: 4"
     argv = "--rate 0.5 --label b --title=t --words p q r --shuffle --no_careful --shape flat --count=3 --limit 4"
     config = Config(0.5, "b", "t", ("p", "q", "r"), True, False, "flat", Group(3, 4))
@@ -93,18 +87,18 @@ def test_yaml_and_the_command_line_give_the_same_frozen_config(from_yaml):
     assert configs.parse(Config, []) == from_yaml("") == from_yaml("# nothing\n") == Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.group.count = 2
-
-
-def test_the_command_line_wins_over_yaml_wherever_it_stands(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("rate: 0.5\nwords: [p, q]\nshuffle: true\ncareful: false\ncount: 3\nlimit: 9\n")
+    text = "rate: 0.5\nwords: [p, q]\nshuffle: true\ncareful: false\ncount: 3\nlimit: 9\n"
     expected = Config(rate=0.25, words=("z",), shuffle=False, careful=True, group=Group(count=3, limit=None))
     argv = ["--rate", "0.25", "--words", "z", "--no-shuffle", "--careful", "--limit", "None"]
-    assert configs.parse(Config, ["--config", str(path), *argv]) == expected
-    assert configs.parse(Config, [*argv, f"--config={path}"]) == expected
+    assert from_yaml(text, *argv) == from_yaml(text, *argv, config_last=True) == expected
+    monkeypatch.setenv("HOME", "/home/me")
+    argv = ["--output_dir=~/run", "--model_name_or_path=~/a~b", "--sample_prompt=~/run"]
+    config = configs.parse(templates.pretrain.Config, argv)
+    assert config.checkpoint.output_dir == Path("/home/me/run")
+    assert (config.model.model_name_or_path, config.sample_prompt) == ("/home/me/a~b", "~/run")
 
 
-def test_every_spelling_of_a_switch(from_yaml):
+def test_every_spelling_of_a_switch_which_may_be_left_open(from_yaml):
     for argv in (["--shuffle"], ["--shuffle", "true"], ["--shuffle=True"]):
         assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, shuffle=True)
     for argv in (["--no_careful"], ["--no-careful"], ["--careful", "false"], ["--careful=False"]):
@@ -112,9 +106,6 @@ def test_every_spelling_of_a_switch(from_yaml):
     for text, value in {"true": True, "yes": True, "'True'": True, "false": False, "no": False, "Off": False}.items():
         assert from_yaml(f"shuffle: {text}\n").shuffle is value
         assert from_yaml(f"torch_compile: {text}\n", config_class=SpeedConfig).torch_compile is value
-
-
-def test_a_switch_may_be_left_open(from_yaml):
     spellings = {"": None, "--torch_compile": True, "--no-torch-compile": False, "--torch-compile=no": False}
     for text, value in spellings.items():
         assert configs.parse(SpeedConfig, text.split()).torch_compile is value
@@ -203,6 +194,7 @@ def test_a_mistake_on_the_command_line_is_one_line(argv, message):
         ("- rate\n", ": expected 'key: value' lines"),
         ("rate: 1\nlabel: 'open\n", ":3: not valid YAML"),
         ("label: \0", ": not valid YAML"),
+        (b"label: \xe9\n", ": not valid YAML"),
         ("? [a]\n: b", ":1: unknown key"),
     ],
 )
@@ -210,35 +202,6 @@ def test_a_mistake_in_yaml_is_one_line_with_file_and_line(from_yaml, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert refused(from_yaml, text).startswith(f"{tmp_path}/run.yaml{message}")
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
-
-
-def test_what_is_no_yaml_file_is_named(tmp_path):
-    (tmp_path / "latin.yaml").write_bytes(b"label: \xe9\n")
-    for path in (tmp_path, tmp_path / "latin.yaml"):
-        assert refused(configs.parse, Config, ["--config", str(path)]).startswith(f"{path}: not valid YAML")
-
-
-def test_a_range_that_yaml_breaks_is_told_with_its_line_and_the_command_line_without(from_yaml, tmp_path):
-    message = refused(from_yaml, "warmup_steps: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig)
-    assert message == f"{tmp_path}/run.yaml:2: --learning_rate must be above 0, not -0.0001"
-    message = refused(from_yaml, "learning_rate: 1\n", "--learning_rate", "0", config_class=OptimConfig)
-    assert message == "--learning_rate must be above 0, not 0.0"
-
-
-def test_a_path_may_begin_at_home(templates, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    argv = ["--output_dir=~/run", "--model_name_or_path=~/a~b", "--sample_prompt=~/run"]
-    config = configs.parse(templates.pretrain.Config, argv)
-    assert config.checkpoint.output_dir == Path("/home/me/run")
-    assert (config.model.model_name_or_path, config.sample_prompt) == ("/home/me/a~b", "~/run")
-
-
-def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, from_yaml):
-    template = templates.pretrain.Config
-    for flag in ("--train_file", "--dataset_name", "--model_name_or_path", "--output_dir"):
-        for argv in ([flag], [flag, "--max_steps", "3"], [f"{flag}="], [flag, ""]):
-            assert refused(configs.parse, template, argv).startswith((f"{flag} needs a value", f"{flag} is empty"))
-        assert f"run.yaml:1: {flag} is empty" in refused(from_yaml, f"{flag[2:]}: ''\n", config_class=template)
 
 
 def test_what_other_programs_call_it_is_known(templates):
@@ -269,37 +232,6 @@ def test_help_is_help_wherever_it_stands(capsys):
         with pytest.raises(SystemExit) as end:
             configs.parse(Config, argv)
         assert not end.value.code and "--label" in capsys.readouterr().out
-
-
-def test_help_says_of_each_group_what_it_is(capsys):
-    """Not what the comment of the flag before it says."""
-    for path in TEMPLATES.glob("*.py"):
-        template = load_template(path.stem)
-        with pytest.raises(SystemExit):
-            configs.parse(template.Config, ["--help"])
-        said = capsys.readouterr().out
-        for name, group in get_type_hints(template.Config).items():
-            if dataclasses.is_dataclass(group):
-                box = re.search(rf" {name} options\W+(\w.*)", said)
-                assert box and box[1].startswith(str(group.__doc__).split(".")[0][:40]), (path, name)
-
-
-ARGUMENTS = ["--rate", "--no_rate", "--shuffle", "--words", "--count=1", "1", "-1", "x", "true", "--x", "=", "--", "-"]
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    argv=st.lists(st.sampled_from(ARGUMENTS)),
-    text=st.text(alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60),
-)
-def test_any_input_gives_a_config_or_one_line(tmp_path_factory, argv, text):
-    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
-    path.write_text(text)
-    for tokens in (argv, ["--config", str(path)]):
-        try:
-            assert isinstance(configs.parse(Config, tokens), Config)
-        except ConfigError as error:
-            assert "\n" not in str(error)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda text: text != "None")
@@ -363,6 +295,7 @@ def test_a_type_carries_bounds_and_freedom(from_yaml, tmp_path, templates):
     }.items():
         assert refused(configs.parse, Bounded, argv.split()) == message
     assert refused(from_yaml, "steps: 2\nopen: -1\n", config_class=Bounded).startswith(f"{tmp_path}/run.yaml:2: --open")
+    assert refused(from_yaml, "open: 1\n", "--open", "0", config_class=Bounded) == "--open must be at least 1, not 0"
     assert configs.free_fields(Bounded) == {"open", "even"}
     free = configs.free_fields(templates.pretrain.Config)
     assert {"tokenizer_name", "train_file", "save_steps", "final_dtype"} <= free
@@ -447,15 +380,13 @@ def test_each_template_refuses_what_cannot_work(templates, template, argv, messa
     assert message in refused(configs.parse, getattr(templates, template).Config, argv.split())
 
 
-def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, monkeypatch):
+def test_the_batch_must_divide_over_the_processes_that_read_data(templates, monkeypatch):
+    """Those that share a model read the same."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(configs.parse, templates.pretrain.Config, ["--global_batch_size", "32"])
     assert "32 is not a multiple of the 3 processes that read data: 30 or 33 would be" in message
     assert "2 is not a multiple of the 3 processes that read data: 3 would be" in refused(BatchConfig(2, 4).micro_batch)
     assert BatchConfig(24, 4).micro_batch() == (4, 2)
-
-
-def test_processes_that_share_a_model_read_the_same(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert ranks.data_parallel_size() == 8
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
@@ -484,20 +415,17 @@ def test_the_micro_batch_is_the_largest_that_makes_up_the_global_batch(size, per
     assert not [n for n in larger if n % 2 == 0 or not both_even]
 
 
-def test_a_budget_on_the_command_line_replaces_that_of_the_file(tmp_path):
-    path, template = tmp_path / "run.yaml", load_template("pretrain")
-    path.write_text("num_train_epochs: 3\nseed: 7\n")
-    batch = configs.parse(template.Config, ["--config", str(path), "--max_steps", "10"]).batch
-    assert (batch.max_steps, batch.num_train_epochs, batch.seed) == (10, None, 7)
-    assert configs.parse(template.Config, ["--config", str(path)]).batch.num_train_epochs == 3
-
-
-def test_total_steps_is_the_budget_that_was_given():
+def test_total_steps_is_the_budget_that_was_given(from_yaml, templates):
+    """On the command line it replaces that of the file."""
     assert BatchConfig(max_steps=7).total_steps(100) == 7
     assert BatchConfig(num_train_epochs=2.5).total_steps(100) == 250
     assert BatchConfig(num_train_epochs=0.001).total_steps(100) == 1
     assert BatchConfig(num_train_epochs=1.5).total_steps(3) == 5  # rounded up: no part of the budget is lost
     assert BatchConfig().total_steps(100) == 100
+    given, template = "num_train_epochs: 3\nseed: 7\n", templates.pretrain.Config
+    batch = from_yaml(given, "--max_steps", "10", config_class=template).batch
+    assert (batch.max_steps, batch.num_train_epochs, batch.seed) == (10, None, 7)
+    assert from_yaml(given, config_class=template).batch.num_train_epochs == 3
 
 
 # Exit codes and what is printed --------------------------------------------------------------------------------------
@@ -509,7 +437,11 @@ class Stop(CleanExit):
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
-    [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+    [
+        (ConfigError("a\n\x1b[2J\u2028\ud800 é🙂"), 2, "error: a\\n\\x1b[2J\\u2028\\ud800 é🙂\n"),
+        (Stop("saved"), 143, "saved\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
 )
 def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code, line):
     with pytest.raises(SystemExit) as end, clean_exit():
@@ -517,10 +449,6 @@ def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code,
     assert end.value.code == code and capsys.readouterr() == ("", line)
     with pytest.raises(ZeroDivisionError), clean_exit():
         raise ZeroDivisionError
-
-
-def test_what_an_error_quotes_cannot_break_its_line():
-    assert str(ConfigError("a\n\x1b[2J\u2028\ud800 é🙂")) == r"a\n\x1b[2J\u2028\ud800 é🙂"
 
 
 def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(capsys, monkeypatch):
@@ -537,24 +465,15 @@ def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(cap
     assert waits == [5, 1] and capsys.readouterr() == ("", "")
 
 
-def run_python(*argv):
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env | {"COLUMNS": "80"}, timeout=60)
-
-
-def test_a_mistake_of_a_command_is_one_line_and_exit_code_2():
-    result = run_python(str(TEMPLATES / "lora_finetune.py"), "--lerning_rate", "1")
+def test_a_mistake_is_one_line_and_who_is_told_to_use_the_cpu_sees_no_gpu():
+    done = python(TEMPLATES / "lora_finetune.py", "--lerning_rate", "1")
     line = "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help all lists all\n"
-    assert (result.returncode, result.stderr, result.stdout) == (2, line, "")
-
-
-def test_who_is_told_to_use_the_cpu_sees_no_gpu():
+    assert (done.returncode, done.stderr, done.stdout) == (2, line, "")
     code = "import dataclasses, os; from shared.config import parse\n"
     code += "for os.environ['ACCELERATE_USE_CPU'] in ('false', 'true'):\n"
     code += "    parse.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
     code += "    print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = python("-c", code, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
     assert done.stdout.split() == ["'0'", "''"], done.stderr
 
 
@@ -576,6 +495,13 @@ def test_help_is_two_screens_of_usual_flags(monkeypatch, capsys):
         assert shown == {*configs.USUAL} & known.keys() and said.count("(default:") >= len(shown)
         assert f"--help all has all {len(known)} flags" in said
         seen |= shown
+        with pytest.raises(SystemExit):
+            configs.parse(template.Config, ["--help"])
+        said = capsys.readouterr().out
+        for name, group in get_type_hints(template.Config).items():
+            if dataclasses.is_dataclass(group):  # each says what it is, not what the comment of the flag before it says
+                box = re.search(rf" {name} options\W+(\w.*)", said)
+                assert box and box[1].startswith(str(group.__doc__).split(".")[0][:40]), (path, name)
     assert seen == {*configs.USUAL}
 
 
@@ -589,7 +515,9 @@ def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(nam
         " run_name='__main__')\nexcept SystemExit as end:\n"
         "    print('EXIT', end.code, [m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])\n"
     )
-    result = run_python("-c", code)
+    # a new interpreter: nothing is imported yet
+    env = os.environ | {"COLUMNS": "80"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert result.stdout.splitlines()[-1] == "EXIT 0 []", result.stderr
     assert result.stderr == ""
     config_class = getattr(templates, name).Config

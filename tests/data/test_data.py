@@ -1,6 +1,5 @@
 """The order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
 
-import atexit
 import hashlib
 import math
 import multiprocessing
@@ -23,7 +22,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import signal_handling
 
 from shared.data import order as orders
-from shared.data.loader import Loader, Share, _ending, cu_seqlens_of, to_device
+from shared.data.loader import Loader, Share, to_device
 from shared.data.order import IGNORED, EvenSubset, Order, draws_kept, is_validation, micro_batches, permute, seed_all
 from shared.extras.streaming.stream import InMemory
 from shared.process.errors import CleanExit, ConfigError
@@ -158,11 +157,20 @@ def plain(window):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_starting_at_a_later_step_gives_the_tail_of_the_same_windows(num_workers):
+    """Micro-batches that nobody takes are skipped, and none comes twice."""
     whole = [plain(w) for w in loader().windows(0, 7)]
     assert len(whole) == 7
     for start in (0, 2, 3, 5, 7):
         assert [plain(w) for w in loader(num_workers=num_workers).windows(start, 7)] == whole[start:]
     assert [(w.epoch, w.epoch_samples) for w in loader().windows(1, 7)] == [(0, 22)] * 2 + [(1, 22)] * 3 + [(2, 22)]
+    windows = loader(num_workers=num_workers).windows(0, 7)
+    left = next(windows)
+    next(iter(next(windows).micro_batches))
+    third = next(windows)
+    assert plain(third) == whole[2]
+    for window in (left, third):
+        with pytest.raises(RuntimeError, match=r"read once and not kept: use `step.batches`"):
+            list(window.micro_batches)
 
 
 def test_nothing_is_read_before_the_step_that_is_asked_for():
@@ -201,19 +209,6 @@ def test_a_row_that_fills_up_has_no_targets():
     assert last[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_micro_batches_that_nobody_takes_are_skipped_and_none_comes_twice(num_workers):
-    whole = [plain(window) for window in loader().windows(0, 7)]
-    windows = loader(num_workers=num_workers).windows(0, 7)
-    left = next(windows)
-    next(iter(next(windows).micro_batches))
-    third = next(windows)
-    assert plain(third) == whole[2]
-    for window in (left, third):
-        with pytest.raises(RuntimeError, match=r"read once and not kept: use `step.batches`"):
-            list(window.micro_batches)
-
-
 def test_readers_stay_for_all_passes_over_one_range():
     class Process(Numbers):
         def __getitem__(self, index):
@@ -235,7 +230,6 @@ def test_the_batch_that_takes_the_most_memory_has_the_longest_sample_and_no_coun
     subject.samples.lengths = np.array([3, 9, 1, 4])
     batch = subject.longest(3)
     assert batch["input_ids"][:, 0].tolist() == [1, 2, 2] and batch.keys() == {"input_ids", "labels"}
-    assert cu_seqlens_of(np.array([[0, 1, 0], [0, 1, 2]])).tolist() == [0, 2, 3, 6]
 
 
 def test_a_batch_is_copied_to_a_gpu_while_it_computes_the_one_before(monkeypatch):
@@ -400,16 +394,6 @@ def train():
 train()
 gc.collect()
 """
-
-
-def test_reading_processes_are_told_of_the_end_of_the_program(monkeypatch):
-    registered = []
-    monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
-    flag = _ending.__wrapped__()
-    assert not flag.value
-    ((function, *arguments),) = registered
-    function(*arguments)
-    assert flag.value
 
 
 @pytest.mark.slow

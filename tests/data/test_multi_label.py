@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -29,9 +28,7 @@ def evaluation_of(labels, scores, classes, thresholds=None):
     return of_several_labels(rows, classes, "images", thresholds)
 
 
-@pytest.fixture(autouse=True)
-def one_process(main_rank):
-    PartialState(cpu=True)
+pytestmark = pytest.mark.usefixtures("cpu_state")
 
 
 def listings(folder):

@@ -4,8 +4,6 @@ import datetime
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from shared.data import prepared
 from shared.data.loader import parallel_map
 from shared.process.errors import ConfigError
 from shared.process.files import cache_dir
-from tests.conftest import ROOT
+from tests.conftest import LAUNCHER
 from tests.security.conftest import flip
 
 
@@ -43,27 +41,21 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "x" / "accelerate-templates"
 
 
-def test_a_folder_is_built_beside_its_place_once_and_reused(tmp_path):
-    folder, built = tmp_path / "deep" / "a", []
-    for _ in range(3):
-        assert prepared.build_once(folder, lambda at: built.append(at) or (at / "x").touch()) == folder
-    (beside,) = built
-    assert beside.parent == folder.parent and beside != folder and (folder / "x").exists()
-    assert left(folder.parent) == ["a"]
-
-
 @pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
-def test_a_build_that_fails_leaves_nothing_behind_and_can_be_repeated(tmp_path, error):
+def test_a_folder_is_built_beside_its_place_once_and_a_build_that_fails_can_be_repeated(tmp_path, error):
     def fail(folder):
         (folder / "half").write_text("x")
         raise error("x")
 
+    folder, built = tmp_path / "deep" / "a", []
     with pytest.raises(error):
-        prepared.build_once(tmp_path / "a", fail)
-    assert left(tmp_path) == ([] if error is ConfigError else [".a.new"])
-    prepared.build_once(tmp_path / "a", lambda folder: (folder / "whole").write_text("y"))
-    assert (tmp_path / "a" / "whole").read_text() == "y" and not (tmp_path / "a" / "half").exists()
-    assert left(tmp_path) == ["a"]
+        prepared.build_once(folder, fail)
+    assert left(folder.parent) == ([] if error is ConfigError else [".a.new"])
+    for _ in range(3):
+        assert prepared.build_once(folder, lambda at: built.append(at) or (at / "x").touch()) == folder
+    (beside,) = built
+    assert beside.parent == folder.parent and beside != folder
+    assert (folder / "x").exists() and not (folder / "half").exists() and left(folder.parent) == ["a"]
 
 
 @pytest.mark.parametrize("when", ["at first", "while it is built", "at the end"])
@@ -130,8 +122,7 @@ def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypa
     assert waiting.is_alive()
     (tmp_path / "a").mkdir()
     waiting.join(5)
-    assert not waiting.is_alive()
-    assert left(tmp_path) == ["a"]
+    assert not waiting.is_alive() and left(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize(("processes", "shared_memory"), [(1, True), (2, True), (None, True), (2, False)])
@@ -185,10 +176,11 @@ for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
 
 
 def test_processes_do_not_outlive_a_run_that_is_killed():
-    with subprocess.Popen([sys.executable, "-c", OUTLIVED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        workers = [psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}]
-        run.kill()
+    reading, writing = os.pipe()
+    with open(reading) as lines, open(writing, "w") as stdout:
+        run = LAUNCHER.start(("-c", OUTLIVED), stdout, stdout)
+        workers = [psutil.Process(number) for number in {int(lines.readline()) for _ in range(3)}]
+        run.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, 20)
     assert workers and not alive
 

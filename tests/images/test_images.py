@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
@@ -23,24 +22,13 @@ from shared.images.decoding import FORMATS, BadImage, Part, check, decode, decod
 from shared.images.files import prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
-from tests.conftest import paint, write_lines
+from tests.conftest import encoded, paint, write_lines
 
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    PartialState(cpu=True)
+pytestmark = pytest.mark.usefixtures("cpu_state")
 
 
 def pixels(height=8, width=12, channels=3, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels)).astype(np.uint8)
-
-
-def encoded(image, kind, **options):
-    into = io.BytesIO()
-    image.save(into, kind, **options)
-    return into.getvalue()
 
 
 def both(content, tmp_path, name="image.bin"):
@@ -57,15 +45,6 @@ def reason(source, **options):
         decode_tensor(source, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_of_an_animation_the_first_frame_is_taken():
-    frames = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime", "blue")]
-    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert Image.open(io.BytesIO(content)).n_frames == 3
-    image = decode(content)
-    assert (image.mode, image.size) == ("RGB", (6, 4))
-    assert (np.asarray(image) == [255, 0, 0]).all()
 
 
 def set_upright(pixels, orientation):
@@ -115,20 +94,25 @@ def test_the_size_that_is_counted_is_that_of_the_pixels_of_plain_transformers(ki
     assert sizes == {(40, 64) if value in (6, "xmp") else (64, 40)}
 
 
+FRAMES = {"save_all": True, "append_images": [Image.new("RGB", (50, 33), colour) for colour in ("lime", "blue")]}
+
+
 @pytest.mark.parametrize(
-    ("kind", "mode", "transparency"),
+    ("kind", "mode", "options"),
     [
-        *(("PNG", mode, None) for mode in ("RGBA", "LA", "P", "RGB", "L")),
-        *[("PNG", "P", 3), ("PNG", "P", bytes([0, 128, 255])), ("PNG", "RGB", (9, 9, 9)), ("PNG", "L", 9)],
-        *[("WEBP", "RGBA", None), ("TIFF", "RGBA", None), ("GIF", "P", 3), ("MPO", "RGB", None)],
-        *(("JPEG", mode, None) for mode in ("RGB", "L", "CMYK", "1")),
+        *(("PNG", mode, {}) for mode in ("RGBA", "LA", "P", "RGB", "L")),
+        *(("PNG", mode, {"transparency": value}) for mode, value in (("P", 3), ("P", bytes([0, 128, 255])), ("L", 9))),
+        *[("PNG", "RGB", {"transparency": (9, 9, 9)}), ("GIF", "P", {"transparency": 3}), ("GIF", "RGB", FRAMES)],
+        *[("WEBP", "RGBA", {}), ("TIFF", "RGBA", {}), ("MPO", "RGB", {})],
+        *(("JPEG", mode, {}) for mode in ("RGB", "L", "CMYK", "1")),
     ],
 )
-def test_pixels_are_what_pipelines_make_of_them(kind, mode, transparency, tmp_path):
+def test_pixels_are_what_pipelines_make_of_them(kind, mode, options, tmp_path):
     """transformers' load_image drops transparency: the colour below it shows. Tensors hold the same, bit for bit."""
     image = Image.fromarray(pixels(33, 50, channels=4), "RGBA").convert("RGB" if mode == "CMYK" else "RGBA").convert(mode)
-    options = {} if transparency is None else {"transparency": transparency}
-    for source in both(encoded(image, kind, lossless=True, **options), tmp_path):
+    content = encoded(image, kind, lossless=True, **options)
+    assert getattr(Image.open(io.BytesIO(content)), "n_frames", 1) == (3 if options is FRAMES else 1)  # the first is taken
+    for source in both(content, tmp_path):
         ours, tensor = decode(source), decode_tensor(source)
         assert (ours.mode, tensor.dtype) == ("RGB", torch.uint8)
         assert np.array_equal(np.asarray(ours), np.asarray(load_image(str(tmp_path / "image.bin"))))
@@ -235,26 +219,22 @@ def refused(**options):
 
 @pytest.mark.parametrize("validation", ["val", "validation", "valid"])
 def test_train_and_val_folders_are_found(tmp_path, validation):
+    """What is nested counts for its class, and what is hidden or no image does not."""
     class_folders(tmp_path / "train", {"cat": 3, "dog": 2})
+    for name in ("cat/.hidden/no.png", "cat/._apple.png", ".cache/no.png", "beside.png"):
+        put(tmp_path / "train" / name)
+    for name in ("notes.txt", ".DS_Store"):
+        (tmp_path / "train/cat" / name).write_text("no image")
+    (tmp_path / "train/cat/deep/er").mkdir(parents=True)
+    (tmp_path / "train/cat/cat02.png").rename(tmp_path / "train/cat/deep/er/x.PNG")
     class_folders(tmp_path / validation, {"cat": 1, "dog": 2})
     class_folders(tmp_path / "test", {"bird": 1})  # is not looked at
     data = prepare(ImageConfig(train_dir=(tmp_path,)))
     assert data.classes == ("cat", "dog")
-    assert names(data) == {"cat": ["cat00.png", "cat01.png", "cat02.png"], "dog": ["dog00.png", "dog01.png"]}
+    assert names(data) == {"cat": ["cat00.png", "cat01.png", "x.PNG"], "dog": ["dog00.png", "dog01.png"]}
     assert names(data, "validation") == {"cat": ["cat00.png"], "dog": ["dog00.png", "dog01.png"]}
     assert data.validation.where(0) == str(tmp_path / validation / "cat" / "cat00.png")
-    assert data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}"
-
-
-def test_nested_folders_count_for_their_class_and_hidden_or_other_files_do_not(tmp_path):
-    class_folders(tmp_path, {"cat": 1, "dog": 2})
-    for name in ("cat/deep/er/x.PNG", "cat/.hidden/no.png", "cat/._apple.png", ".cache/no.png", "beside.png"):
-        put(tmp_path / name)
-    for name in ("notes.txt", ".DS_Store"):
-        (tmp_path / "cat" / name).write_text("no image")
-    data = prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=50))
-    both_parts = {k: sorted(names(data)[k] + names(data, "validation")[k]) for k in data.classes}
-    assert both_parts == {"cat": ["cat00.png", "x.PNG"], "dog": ["dog00.png", "dog01.png"]}
+    assert data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}; left out: 1 .txt"
 
 
 @pytest.mark.parametrize(
@@ -346,17 +326,6 @@ def test_the_identity_changes_with_labels_contents_and_split_not_with_times_or_t
     assert len(seen) == 4
 
 
-def test_the_demo_is_ten_digits_in_16_shades():
-    data = prepare(ImageConfig())
-    assert data.classes == tuple("0123456789")
-    assert len(data.train) + len(data.validation) == 1797
-    assert data.about.startswith("scikit-learn's handwritten digits: ")
-    row = data.train[0]
-    assert row["image"].size == (8, 8)
-    assert int(row["labels"]) == 0
-    assert set(np.unique(np.asarray(row["image"]))) <= {int(shade * 255 / 16) for shade in range(17)}
-
-
 # Lists ---------------------------------------------------------------------------------------------------------------
 
 
@@ -407,14 +376,10 @@ def test_json_lines_may_hold_numbers_and_absolute_paths(tmp_path):
     assert {k: {n[:3] for n in v} for k, v in names(data).items()} == {"9": {"dog"}, "10": {"cat"}}
 
 
-def test_validation_images_within_the_training_folder_are_no_class(tmp_path):
-    for folder in (tmp_path, tmp_path / "check"):
-        class_folders(folder, {"a": 2, "b": 2})
-    with pytest.raises(ConfigError, match=f"{tmp_path}/check: lies within {tmp_path}, whose folders are all trained on"):
-        prepare(ImageConfig(train_dir=(tmp_path,), validation_dir=tmp_path / "check"))
-
-
 def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
+    class_folders(tmp_path / "folder", {"a": 2, "b": 2})
+    message = refused(train_dir=(tmp_path / "folder",), validation_dir=tmp_path / "folder/a")
+    assert f"{tmp_path}/folder/a: lies within {tmp_path}/folder, whose folders are all trained on" in message
     train = listed(tmp_path, csv_lines(files=3))
     (tmp_path / "linked").symlink_to(tmp_path / "pictures")
     rows = ("../pictures/dog0.png", f"{tmp_path}/pictures/dog1.png", "../linked/dog2.png", "../pictures/dog3.png")
@@ -622,7 +587,8 @@ def table(tmp_path, monkeypatch):
     return write
 
 
-def test_a_data_set_with_its_own_validation_split(tmp_path, table):
+def test_splits_of_a_data_set(tmp_path, table):
+    """With its own to validate on, and without."""
     name = table(tmp_path / "set", "train", [0, 1, 0, 1])
     table(tmp_path / "set", "validation", [1, 1, 0])
     data = prepare(ImageConfig(dataset_name=(name,)))
@@ -632,8 +598,18 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     assert np.array_equal(np.asarray(data.train[3]["image"]), pixels(seed=3))
     assert np.array_equal(np.asarray(data.validation[2]["image"]), pixels(seed=2))
     assert data.train.where(3) == f"{name}:train: row 3"
-    assert data.validation.where(2) == f"{name}:validation: row 2"
     assert data.about == f"{name}: 4 images of 2 classes; validation: 3, split validation"
+    name = table(tmp_path / "other", "train", [0, 1] * 4)
+    table(tmp_path / "other", "test", [0, 1])
+    data = prepare(ImageConfig(dataset_name=(name,), validation_split_percentage=25))
+    assert (len(data.train), len(data.validation)) == (6, 2)
+    named = prepare(ImageConfig(dataset_name=(name,), validation_split_name="test"))
+    assert (len(named.train), len(named.validation)) == (8, 2)
+    assert named.validation.where(0) == f"{name}:test: row 0"
+    other = prepare(ImageConfig(dataset_name=(name,), train_split_name="test", validation_split_name="train"))
+    assert (len(other.train), len(other.validation)) == (2, 8)
+    for flag in ("train_split_name", "validation_split_name"):
+        assert "no split 'val' (has: train, test)" in refused(dataset_name=(name,), **{flag: "val"})
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -672,34 +648,16 @@ def test_columns_of_bytes_and_samples_of_webdataset_are_images(tmp_path, table):
     assert message.endswith("expected a path; images in its rows: give its folder as --dataset_name")
 
 
-def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
-    name = table(tmp_path / "set", "train", [0, 1] * 4)
-    table(tmp_path / "set", "test", [0, 1])
-    data = prepare(ImageConfig(dataset_name=(name,), validation_split_percentage=25))
-    assert (len(data.train), len(data.validation)) == (6, 2)
-    named = prepare(ImageConfig(dataset_name=(name,), validation_split_name="test"))
-    assert (len(named.train), len(named.validation)) == (8, 2)
-    assert named.validation.where(0) == f"{name}:test: row 0"
-    assert "no split 'val' (has: train, test)" in refused(dataset_name=(name,), validation_split_name="val")
-    other = prepare(ImageConfig(dataset_name=(name,), train_split_name="test", validation_split_name="train"))
-    assert (len(other.train), len(other.validation)) == (2, 8)
-    assert "no split 'all' (has: train, test)" in refused(dataset_name=(name,), train_split_name="all")
-
-
-def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
-    name = table(tmp_path / "set", "train", [0, 1] * 4, bad={3: b"damaged", 6: None})
-    assert refused(dataset_name=(name,)).startswith(f"{name}:train: row 3: not an image (")
-    data = prepare(ImageConfig(dataset_name=(name,), skip_bad_images=True))
-    rows = [part.where(i) for part in (data.train, data.validation) for i in range(len(part))]
-    assert sorted(rows) == [f"{name}:train: row {i}" for i in (0, 1, 2, 4, 5, 7)]
-
-
 def test_a_data_set_that_cannot_serve_says_why(tmp_path, table):
     for label in (-1, None):
         name = table(tmp_path / str(label), "train", [0, label, 1])
         assert refused(dataset_name=(name,)) == f"{name}:train: row 1: the label is {label}, expected a class"
     assert refused(dataset_name=(str(tmp_path / "none"),)).startswith(f"--dataset_name {tmp_path}/none: ")
-    name = table(tmp_path / "other", "train", [0, 1])
+    name = table(tmp_path / "other", "train", [0, 1] * 4, bad={3: b"damaged", 6: None})
+    assert refused(dataset_name=(name,)).startswith(f"{name}:train: row 3: not an image (")
+    data = prepare(ImageConfig(dataset_name=(name,), skip_bad_images=True))
+    rows = [part.where(i) for part in (data.train, data.validation) for i in range(len(part))]
+    assert sorted(rows) == [f"{name}:train: row {i}" for i in (0, 1, 2, 4, 5, 7)]
     message = refused(dataset_name=(name,), image_column="label")
     assert message == f"--dataset_name {name}: the column 'label' holds no images"
     assert refused(dataset_name=(name,), label_column="x").startswith(f"{name}: no column 'x' (has: image, label)")

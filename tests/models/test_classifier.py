@@ -96,12 +96,6 @@ def test_other_labels_get_a_new_head_on_the_same_backbone(name, classes, saved, 
     assert f"a new head for {len(classes)} classes" in capsys.readouterr().err
 
 
-def test_weights_are_loaded_as_fp32_whatever_they_were_saved_as(tmp_path):
-    make("vit").bfloat16().save_pretrained(tmp_path)
-    model, _ = load_pretrained(str(tmp_path), CLASSES, image_size=32)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_a_backbone_with_missing_weights_is_refused_by_name(tmp_path, damage):
     make("resnet").save_pretrained(tmp_path)
@@ -150,10 +144,12 @@ def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, 
         assert random(pixel_values=images).logits.shape == (2, 3)
 
 
-def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
+def test_a_model_that_cannot_take_another_size_is_refused_and_any_is_loaded_as_fp32(tmp_path):
     config = of_images("vit", CLASSES)
     config.image_size = [32, 32]  # as no repository of the Hub has it
-    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
+    AutoModelForImageClassification.from_config(config).bfloat16().save_pretrained(tmp_path)
+    model, _ = load_pretrained(str(tmp_path), CLASSES, image_size=32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(ConfigError, match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48"):
         load_pretrained(str(tmp_path), CLASSES, image_size=48)
 
@@ -371,7 +367,7 @@ def test_cutmix_pastes_a_box_and_the_targets_are_the_shares_of_pixels(share, cen
     assert targets[1].tolist() == [1, 0, 0]
 
 
-def test_mixup_is_the_formula_of_its_paper():
+def test_mixup_and_cutmix_are_the_formulas_of_their_papers():
     torch.manual_seed(0)
     images, labels = torch.randn(4, 3, 5, 6), torch.tensor([0, 2, 2, 1])
     shares = torch.tensor([0.25, 0.5, 0.875, 0.0])
@@ -382,10 +378,7 @@ def test_mixup_is_the_formula_of_its_paper():
         share = shares[row]
         torch.testing.assert_close(mixed[row], share * images[row] + (1 - share) * images[partner])
         torch.testing.assert_close(targets[row], share * eye[labels[row]] + (1 - share) * eye[labels[partner]])
-
-
-def test_the_box_of_cutmix_lies_where_it_was_drawn():
-    """With 0.75 of the image kept it has half of its sides, and ends at its border."""
+    # the box of CutMix lies where it was drawn: with 0.75 of the image kept it has half of its sides, up to the border
     images = torch.stack([torch.zeros(3, 10, 20), torch.ones(3, 10, 20)])
     draws = torch.tensor([[1.0, 0.75, 0.51, 0.1], [1.0, 1.0, 0.5, 0.5]])
     expected = torch.zeros(10, 20)

@@ -1,4 +1,4 @@
-"""A second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
+"""A second set of weights follows, and is swapped in and out."""
 
 from contextlib import suppress
 from functools import partial
@@ -9,19 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared.config.options import OptimConfig
 from shared.extras.averages import MovingAverage
 from shared.models.weights import WeightCopy, average_buffers, evaluation_weights, gather_weights, persistent_buffers
-from shared.parallel import sharding
-from shared.parallel.kept import Tensors
-from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import find
 from shared.run.setup import Setup
 from shared.run.state import TrainState
 from shared.run.tensors import saved_tensors
-from shared.training import optim
-from tests.conftest import SmallConfig
-from tests.run.test_checkpoint import setup_of
+from tests.run.test_checkpoint import make
 
 
 class Subject(nn.Module):
@@ -143,46 +136,9 @@ def test_averaged_buffers_are_the_mean_over_ranks_and_integers_stay(model):
     assert model.seen.tolist() == before["seen"].tolist()
 
 
-def begin(folder):
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = Subject()
-    optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
-    model, optimizers = sharding.prepare(accelerator, model, optimizers)
-    ema, momentum = MovingAverage(accelerator, model, 0.9), torch.zeros(3)
-    folder.mkdir(exist_ok=True)
-    more = {"kept": {"ema.": ema, "outer.": Tensors({"momentum": momentum})}}
-    saver = Checkpointer(setup_of(accelerator, model, optimizers, folder, SmallConfig(), **more), "abc")
-    return model, optimizers, ema, momentum, saver
-
-
-def train(model, optimizers, ema, momentum, first, last):
-    for step in range(first, last):
-        torch.manual_seed(step)
-        model(torch.randn(8, 4)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        ema.average_in(0.9)
-        momentum += step
-
-
-def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_path):
-    *run, saver = begin(tmp_path / "run")
-    train(*run, 0, 3)
-    saver.save(TrainState(step=3))
-    train(*run, 3, 6)
-    *again, saver = begin(tmp_path / "run")
-    assert saver.resume(find(saver.run_dir, None)).step == 3
-    train(*again, 3, 6)
-    assert_equal(state(again[0]), state(run[0]))
-    assert_equal(again[2].copies, run[2].copies)
-    assert not torch.equal(again[2].copies["layers.0.weight"], state(again[0])["layers.0.weight"])
-    assert again[3].tolist() == run[3].tolist() == [15.0] * 3
-
-
 def test_tensors_that_are_kept_in_two_calls_are_all_saved_and_loaded(tmp_path):
-    *_, saver = begin(tmp_path / "run")
+
+    _, _, saver = make(tmp_path / "run")
     first, second = torch.ones(2), torch.arange(3.0)
     own = SimpleNamespace(strategy=saver.strategy, kept=saver.kept, _extra={}, _started=False)
     Setup.keep(own, "seen", {"a": first})
@@ -191,19 +147,8 @@ def test_tensors_that_are_kept_in_two_calls_are_all_saved_and_loaded(tmp_path):
     names = saved_tensors(saver.run_dir / "checkpoint-000001")
     assert {name for name in names if "extra" in name} == {"extra.seen.a", "extra.seen.b"}
     first.zero_(), second.zero_()
-    saver.resume(find(saver.run_dir, None))
+    saver.resume()
     assert first.tolist() == [1, 1] and second.tolist() == [0, 1, 2]
-
-
-def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, capsys):
-    *run, saver = begin(tmp_path / "run")
-    train(*run, 0, 1)
-    del saver.kept["ema."]
-    saver.save(TrainState(step=1))
-    _, _, ema, _, saver = begin(tmp_path / "run")
-    assert saver.resume(find(saver.run_dir, None)).step == 1
-    assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
-    assert all(torch.equal(ema.copies[name], value) for name, value in ema.live.items())
 
 
 def test_what_a_model_always_keeps_in_fp32_is_written_so(accelerator, model):

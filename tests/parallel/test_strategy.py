@@ -20,7 +20,6 @@ from shared.parallel import sharding
 from shared.parallel.gradients import end_step, gradient_norm, keeps_gradients, reshard
 from shared.parallel.strategy import Strategy
 from shared.process import ranks
-from shared.process.errors import ConfigError
 from shared.run import launch
 from shared.training import optim
 
@@ -129,15 +128,6 @@ def test_a_loss_is_scaled_and_gradients_are_clipped_as_by_hand():
     norm = strategy.clip([small], 1e-6)
     assert not norm.requires_grad and norm == pytest.approx(2e-6)
     assert small.weight.grad.item() == pytest.approx(2e-6 / 3)  # 1e-6 is added to what divides
-
-
-def test_a_feature_that_a_strategy_lacks_is_refused():
-    strategy = Strategy(launch.start(0))
-    strategy.require("a second model")
-    strategy.title, strategy.lacks = "sharding", frozenset(["a second model"])
-    with pytest.raises(ConfigError, match=r"^a second model does not work with sharding$"):
-        strategy.require("a second model")
-    assert (strategy.can_skip, strategy.kept(), strategy.engine({})) == (True, {}, None)
 
 
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU", "FSDP", "NO"])

@@ -117,6 +117,9 @@ def test_a_step_is_saved_once_and_no_command_takes_a_run_back_again_and_again(sa
         find(tmp_path / "run", first)
     shutil.rmtree(saver.run_dir / "checkpoint-000002")
     assert saver.resume().targets == 1
+    (tmp_path / "new" / "final").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds final, which the run would overwrite, but no checkpoint"):
+        _lock(tmp_path / "new")
 
 
 def test_the_newest_and_the_best_are_kept(saver, capsys, monkeypatch):
@@ -172,16 +175,6 @@ def test_each_rank_goes_on_with_its_own_statistics_and_any_other_number_with_the
     saver.accelerator.num_processes = ranks
     assert saver.resume().step == 1
     torch.testing.assert_close(model[1].running_mean, own + (ranks == 1), rtol=0, atol=0)
-
-
-def test_replicas_that_train_apart_save_weights_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(Strategy, "prefix", "rank0.")
-    model, _, saver = make(tmp_path / "run")
-    weights = model[2].weight.detach().clone()
-    saver.save(TrainState(step=1))
-    assert all(name.startswith("rank0.") for name in saved_tensors(saver.run_dir / "checkpoint-000001"))
-    model[2].weight.data.zero_()
-    assert saver.resume().step == 1 and model[2].weight.equal(weights)
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "rank-0.safetensors"])
@@ -253,14 +246,17 @@ def test_verify_resume_sees_a_single_bit(tmp_path, part, name):
     assert part is None or (found[part].startswith("1 of ") and found[part].endswith(f" tensors, first {name}"))
 
 
-def test_another_model_is_an_error_not_a_traceback(saved):
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(3, 3)
-    optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
-    model, optimizers = sharding.prepare(accelerator, model, optimizers)
+def test_another_model_and_files_of_another_checkpoint_are_refused(saved):
+    """Such as of more ranks, copied to the same place: its tensors would be taken for this one's."""
+    accelerator, model = Accelerator(cpu=True), nn.Linear(3, 3)
+    model, optimizers = sharding.prepare(accelerator, model, optim.build(model, OptimConfig(learning_rate=3e-4)))
     other = Saver(setup_of(accelerator, model, optimizers, saved.run_dir, SmallConfig()), "abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
+    folder = saved.run_dir / "checkpoint-000001"
+    shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is of another checkpoint: remove it"):
+        verify(folder)
 
 
 def test_other_settings_are_refused_by_name(saved, tmp_path, capsys):
@@ -307,14 +303,6 @@ def test_a_pickle_in_place_of_any_file_runs_nothing(saved, tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_of_another_checkpoint_in_it_is_named(saved):
-    """Such as of more ranks, copied to the same place: its tensors would be taken for this one's."""
-    folder = saved.run_dir / "checkpoint-000001"
-    shutil.copy(folder / "rank-0.safetensors", folder / "rank-1.safetensors")
-    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is of another checkpoint: remove it"):
-        verify(folder)
-
-
 def test_a_best_one_that_is_damaged_leaves_the_last_weights(tmp_path, capsys):
     model, optimizers, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
@@ -351,12 +339,6 @@ def test_one_that_was_found_damaged_stays_until_its_step_is_due(saved, tmp_path)
     saver.save(TrainState(step=3))
     assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["2", "3"]
     assert saver.resume().step == 3
-
-
-def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_path):
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds final, which the run would overwrite, but no checkpoint"):
-        _lock(tmp_path / "run")
 
 
 def test_a_copy_of_a_run_s_folder_or_of_its_checkpoint_is_another_run_to_the_tracker(tmp_path, capsys):

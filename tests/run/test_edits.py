@@ -6,12 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from sklearn.metrics import cohen_kappa_score
 
-from tests.conftest import LAUNCHER, ROOT, Run, command, run, slow
+from tests.conftest import LAUNCHER, ROOT, Run, command, python, run, slow
 
 PAGE = (ROOT / "docs/editing_the_step.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
@@ -78,9 +77,8 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
         (block,) = re.findall(r"```python\n(import torch\n.*?from train import own_loss.*?)```", PAGE, re.S)
         (tmp_path / "templates/pretrain.py").rename(tmp_path / "train.py")
         (tmp_path / "test_train.py").write_text(block)
-        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_train.py"]
-        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_train.py")
+        done = python(*argv, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert "1 passed" in done.stdout, done.stdout + done.stderr
     if KILLED in diff:
         assert train(tmp_path / "killed", "update:kill@4").returncode != 0

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,13 +15,12 @@ from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import CleanExit
 from shared.text.labelled import open_texts
 from shared.text.options import LabelledTextConfig
-from tests.conftest import ACCELERATE, ROOT, learn_here, run, slow, write_lines
+from tests.conftest import ACCELERATE, learn_here, python, run, slow, write_lines
 
 
 def evaluated(folder, flag, data, template, *more):
     """The table that the command prints, by metric: a value for each of base, final/, merged/ and another run."""
-    command = [sys.executable, "-m", "shared", "evaluate", str(folder), flag, str(data), *map(str, more), "--", *ACCELERATE]
-    done = subprocess.run([*command, f"templates/{template}.py"], cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "shared", "evaluate", folder, flag, data, *more, "--", *ACCELERATE, f"templates/{template}.py")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in rows[1:]] and "final" in rows[0]

@@ -1,4 +1,4 @@
-"""What is logged is what happened (curves: tests/evaluation; the profile: test_profiling.py)."""
+"""What is logged is what happened (curves: tests/evaluation; the profile: test_run.py)."""
 
 import json
 import math

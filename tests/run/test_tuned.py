@@ -1,5 +1,6 @@
-"""Models of dpo.py and grpo.py, as they are loaded."""
+"""Models of dpo.py and grpo.py, as they are loaded, and the reference's log-probabilities, which later runs read."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from shared.models.blocks import in_eval_mode, repeated_blocks
 from shared.models.loading import without_adapters
 from shared.models.loss import target_log_probabilities
 from shared.models.options import AdapterConfig
+from shared.run.reference import identity_of_start
 from shared.run.tuned import load_tuned
 from tests.small_models import tokens, words
 
@@ -46,3 +48,22 @@ def test_probabilities_that_are_learned_are_those_of_an_evaluation(tmp_path, kin
     with in_eval_mode(model), torch.no_grad():
         torch.testing.assert_close(target_log_probabilities(model, batch), learned.detach(), rtol=0, atol=0)
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_another_config_of_the_model_or_adapter_or_another_precision_is_another_start(tiny_model, tmp_path):
+    base, given = shutil.copytree(tiny_model, tmp_path / "base"), tmp_path / "adapter"
+    given.mkdir()
+    (given / "adapter_model.safetensors").write_bytes(b"weights")
+    (given / "adapter_config.json").write_text('{"lora_alpha": 32}')
+
+    def start(dtype=torch.float32, **adapter):
+        return identity_of_start(str(base), SimpleNamespace(dtype=dtype), AdapterConfig(**adapter))
+
+    seen = [start(), start(dtype=torch.bfloat16), start(adapter_name_or_path=str(given))]
+    (given / "adapter_config.json").write_text('{"lora_alpha": 8}')
+    seen.append(start(adapter_name_or_path=str(given)))
+    assert start(lora_r=2) == seen[0] and start(adapter_name_or_path=str(given)) == seen[3]
+    config = base / "config.json"
+    config.write_text(config.read_text().replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
+    seen.append(start())
+    assert len(set(seen)) == 5 and len({weights for weights, _ in seen}) == 2

@@ -32,11 +32,6 @@ from tests.conftest import put_a_token_before_texts, write_lines
 
 
 @pytest.fixture
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
-@pytest.fixture
 def chatml(tiny_model):
     return chat_tokenizer(tiny_model)
 
@@ -141,6 +136,8 @@ def test_turns_that_cannot_be_found_are_refused(learns):
         learns([TURNS[1], {"role": "assistant", "content": "no"}], STRICT)
     learns(TURNS, OPENED, "all")
     assert learns.noted("unlike") == []
+    for template in (CHATML, "{{ raise_exception('empty') if not messages }}" + CHATML):
+        assert learns(TURNS[2:], template) == LEARNED  # which the assistant begins
 
 
 def test_a_turn_of_weight_0_is_shown_and_not_learned(learns):
@@ -214,11 +211,6 @@ def test_arguments_of_calls_are_written_once(learns, written, given):
     record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
     record["tools"] = [{"function": {"name": "weather"}}]
     assert learns(record, CALLING.replace("CALL", written)) == ['{"city": "Köln"}<|im_end|>', LEARNED[1]]
-
-
-def test_a_conversation_that_the_assistant_begins(learns):
-    for template in (CHATML, "{{ raise_exception('empty') if not messages }}" + CHATML):
-        assert learns(TURNS[2:], template) == LEARNED
 
 
 MANY, CALLS = TURNS[:1], [{"role": role, "content": f"a line {role}"} for role in ("system", "user")]
@@ -477,16 +469,13 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(toke
     assert sum(split.num_targets(np.arange(len(split))) for split in (train, validation)) == tokens
 
 
-def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
+def test_a_long_text_file_ends_once_and_of_one_the_end_is_held_out(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "PIECE", 100)
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("the model reads a line\n" * 40)
     train, _, _ = prepared(tokenizer, tmp_path, tmp_path / "cache", monkeypatch)
     ids = train.stores[0]["ids"]  # of both
     assert (ids == tokenizer.eos_token_id).sum() == 2
-
-
-def test_of_one_long_text_the_end_is_held_out(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "PIECE", 4000)  # whole pieces would be a third of it
     text = "".join(f"line {number} of the text\n" for number in range(500))
     path = tmp_path / "book.txt"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 
 from shared.config.options import BatchConfig
 from shared.data import records, store
@@ -25,11 +25,6 @@ from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from tests.conftest import put_a_token_before_texts, sentence, write_lines
-
-
-@pytest.fixture
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture
@@ -211,34 +206,6 @@ def make_stream(path, tokenizer, rank=0, world=1, *, length=16, seed=0, hub=Fals
     return Stream(source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu")))
 
 
-def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer, monkeypatch):
-    def rows(window):
-        return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]
-
-    whole = [rows(w) for w in make_stream(text_file, tokenizer).windows(0, 40)]
-    halves = [make_stream(text_file, tokenizer, rank, 2).windows(0, 40) for rank in (0, 1)]
-    for one, first, second in zip(whole, *halves, strict=True):
-        assert sorted(one) == sorted(rows(first) + rows(second))
-    later = [rows(w) for w in make_stream(text_file, tokenizer).windows(30, 40)]
-    assert later == whole[30:]
-    monkeypatch.setattr(store, "BATCH", 500)
-    assert [rows(w) for w in make_stream(text_file, tokenizer, preprocessing_num_workers=2).windows(0, 40)] == whole
-    kept = make_stream(text_file, tokenizer).held_out(5)
-    assert len(kept) == 5
-    held_out = {tuple(row["input_ids"].tolist()) for row in kept.values()}
-    assert not held_out & {row for window in whole for row in window}
-
-
-def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
-    stream = make_stream(text_file, tokenizer)
-    each = sum(1 for _ in stream.sequences(validation=False)) // 4  # steps
-    windows = list(stream.windows(0, each + 2))
-    assert [window.epoch for window in windows] == [0] * each + [1] * 2
-    assert torch.equal(windows[each + 1].micro_batches[0]["labels"], windows[1].micro_batches[0]["labels"])
-    samples = [int(i) for window in windows for i in window.indices.flatten()]
-    assert samples == [*range(4 * each), *range(8)]  # which an audit compares
-
-
 def test_rows_of_a_stream_are_transformed_by_seed_epoch_and_number(text_file, tokenizer):
     def noisy(row):
         return {**row, "input_ids": row["input_ids"] + np.random.randint(100, size=16)}
@@ -415,28 +382,30 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
     assert plain(stream.windows(250, 251)) == jumped and sum(read) > size / 2
 
 
-def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer):
-    """Against a plain reference: the sequences of the source, cut into windows, each permuted."""
+def test_the_samples_of_a_stream_are_a_function_of_seed_and_epoch(text_file, tokenizer, monkeypatch):
+    """On any world size and from any step, beside a plain reference: the sequences, cut into windows, each permuted."""
     source = [
         [*row["input_ids"].tolist(), row["labels"].tolist()[-1]]
         for row in make_stream(text_file, tokenizer).sequences(validation=False)
     ]
     each = len(source) // 4
 
-    def rows(seed, window, rank=0, world=1, start=0):
-        stream = make_stream(text_file, tokenizer, rank, world, shuffle_window=window, seed=seed)
+    def rows(seed, window, rank=0, world=1, start=0, **options):
+        stream = make_stream(text_file, tokenizer, rank, world, shuffle_window=window, seed=seed, **options)
         windows = list(stream.windows(start, 2 * each))
+        assert [w.epoch for w in windows] == ([0] * each + [1] * each)[start:]
         return [[row for batch in plain([w])[0] for row in batch] for w in windows], windows
 
-    for seed, window in ((0, 10), (1, 10), (0, 1000)):
+    for seed, window in ((0, 0), (0, 10), (1, 10), (0, 1000)):
         steps, windows = rows(seed, window)
         for epoch in (0, 1):
             order = []
-            for number, first in enumerate(range(0, len(source), window)):
-                size = len(source[first : first + window])
+            for number, first in enumerate(range(0, len(source), window or 1)):
+                size = len(source[first : first + (window or 1)])
                 order += [first + i for i in permute(np.arange(size), size, (seed, epoch, number))]
             flat = [row for step in steps[epoch * each : (epoch + 1) * each] for row in step]
-            assert flat == [source[i][:-1] for i in order[: len(flat)]] != [tokens[:-1] for tokens in source[: len(flat)]]
+            assert flat == [source[i][:-1] for i in order[: len(flat)]]
+            assert (flat == [tokens[:-1] for tokens in source[: len(flat)]]) is (window == 0)
             assert sorted(order) == list(range(len(source)))
             used = [int(i) for w in windows[epoch * each : (epoch + 1) * each] for i in w.indices.flat]
             assert used == order[: len(used)]
@@ -445,6 +414,11 @@ def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer)
             assert sorted(one) == sorted(first + second)
         assert rows(seed, window, start=each + 3)[0] == steps[each + 3 :]
     assert rows(0, 10)[0] != rows(1, 10)[0]
+    steps = rows(0, 0)[0]
+    held_out = [row["input_ids"].tolist() for row in make_stream(text_file, tokenizer).held_out(5).values()]
+    assert len(held_out) == 5 and not [row for step in steps for row in step if row in held_out]
+    monkeypatch.setattr(store, "BATCH", 500)
+    assert rows(0, 0, preprocessing_num_workers=2)[0] == steps
     with pytest.raises(ConfigError, match="--shuffle_window is for --streaming"):
         CorpusConfig(shuffle_window=10)
 

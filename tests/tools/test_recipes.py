@@ -107,24 +107,16 @@ LOOPED = ("num_train_epochs", "max_tokens", "torch_compile", "output_dir", "conf
 
 
 @pytest.fixture(scope="module")
-def data(chat_file, text_file, image_folder, tmp_path_factory):
+def data(user_files, text_file, image_folder, tmp_path_factory):
     """Small files in the form of a recipe's data, by its word for them."""
     folder = tmp_path_factory.mktemp("data")
-    turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    pairs = [{"prompt": ask["content"], "chosen": answer["content"], "rejected": "no"} for ask, answer in turns]
-    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
-    (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
-    problems = [{"question": f"{number} + 2 =", "answer": str(number + 2)} for number in range(40)]
     images = []
     for number, label in enumerate(["red", "green"] * 6):
         Image.new("RGB", (30 + number, 40), label).save(folder / f"{number}.png")
         parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": "Which colour?"}]
         images.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": label}]})
-    made = {"images.jsonl": images, "pairs.jsonl": pairs, "problems.jsonl": problems}
-    made["names.jsonl"] = [{"tokens": ["at", "home"], "tags": ["O", "B-LOC"]}] * 40
-    files = {name: write_lines(folder / name, records) for name, records in made.items()}
-    files |= {"reviews.csv": folder / "reviews.csv", "chats.jsonl": chat_file, "corpus/": text_file.parent}
-    return files | dict.fromkeys(("imagenet/", "photos/"), image_folder)
+    files = {path.name: path for path in [*user_files.iterdir(), write_lines(folder / "images.jsonl", images)]}
+    return files | dict.fromkeys(("imagenet/", "photos/"), image_folder) | {"corpus/": text_file.parent}
 
 
 def tiny(name, folder, architectures):

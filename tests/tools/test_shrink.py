@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image, ImageCms
 from torch.utils.data import default_collate
 
@@ -21,17 +20,14 @@ from shared.images.files import prepare
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.images.processor import image_processor
 from shared.process.errors import ConfigError
+from tests.conftest import encoded
 from tools import shrink
 
 SIZE = 32
 PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    PartialState(cpu=True)
+pytestmark = pytest.mark.usefixtures("cpu_state")
 
 
 def gradient(width, height, mode="RGB"):
@@ -43,33 +39,27 @@ def gradient(width, height, mode="RGB"):
     return Image.fromarray(pixels.squeeze())
 
 
-def encoded(image, kind="JPEG", **options):
-    into = io.BytesIO()
-    image.save(into, kind, **options)
-    return into.getvalue()
-
-
 def turned(orientation, **options):
     exif = Image.Exif()
     exif[274] = orientation
-    return encoded(gradient(200, 120), quality=92, exif=exif, **options)
+    return encoded(gradient(200, 120), "JPEG", quality=92, exif=exif, **options)
 
 
 # name: (content, expected width and height once decoded; None: the same bytes)
 CASES = {
-    "wide.jpg": (encoded(gradient(333, 100), quality=90, icc_profile=PROFILE), (107, 32)),
-    "tall.jpg": (encoded(gradient(65, 401), quality=90), (32, 197)),
-    "large.jpg": (encoded(gradient(1024, 768), quality=90), (43, 32)),
-    "small.jpg": (encoded(gradient(300, 32), quality=50), None),
+    "wide.jpg": (encoded(gradient(333, 100), "JPEG", quality=90, icc_profile=PROFILE), (107, 32)),
+    "tall.jpg": (encoded(gradient(65, 401), "JPEG", quality=90), (32, 197)),
+    "large.jpg": (encoded(gradient(1024, 768), "JPEG", quality=90), (43, 32)),
+    "small.jpg": (encoded(gradient(300, 32), "JPEG", quality=50), None),
     "turned.jpg": (turned(6), (32, 53)),
     "mirrored.jpg": (turned(2), (53, 32)),
-    "grey.jpg": (encoded(gradient(77, 99, "L")), (32, 41)),
+    "grey.jpg": (encoded(gradient(77, 99, "L"), "JPEG"), (32, 41)),
     "square.bmp": (encoded(gradient(64, 64), "BMP"), (32, 32)),
     "grey.png": (encoded(gradient(50, 64, "LA"), "PNG"), (32, 41)),
     "alpha.png": (encoded(gradient(90, 64, "RGBA"), "PNG", icc_profile=PROFILE), (45, 32)),
     "lossless.webp": (encoded(gradient(90, 64), "WEBP", lossless=True), (45, 32)),
     "palette.png": (encoded(gradient(90, 64).quantize(), "PNG"), None),
-    "cmyk.jpg": (encoded(gradient(90, 64).convert("CMYK")), None),
+    "cmyk.jpg": (encoded(gradient(90, 64).convert("CMYK"), "JPEG"), None),
     "moving.gif": (encoded(gradient(90, 64), "GIF", save_all=True, append_images=[gradient(90, 64, "L")]), None),
 }
 

@@ -1,5 +1,6 @@
 """The arithmetic of MFU beside published figures, and the estimate of a step's time beside counts by hand."""
 
+import functools
 import sys
 
 import numpy as np
@@ -89,6 +90,7 @@ MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128  # of a block
 GPU = find_gpu("H100")
 
 
+@functools.cache
 def figures(**setting):
     parts = estimate(JOB, Setting(**setting), GPU)
     return {part: dict(zip(FIGURES, row, strict=True)) for part, row in zip(PARTS, parts, strict=True)}

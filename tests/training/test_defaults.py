@@ -33,16 +33,11 @@ from tests.conftest import load_template, run, run_here
         (192, 48, {"num_train_epochs": 1.0}, 2, 2),  # which `choose` leaves alone
     ],
 )
-def test_small_data_get_more_steps(samples, rows, given, size, epochs):
+def test_small_data_get_more_steps(samples, rows, given, size, epochs, monkeypatch):
     chosen = defaults.batch_and_epochs(BatchConfig(**given), samples, rows, most=16, least=8)
     assert chosen == {"global_batch_size": size, "num_train_epochs": epochs}
-
-
-def test_the_batch_divides_by_the_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    chosen = defaults.batch_and_epochs(BatchConfig(), 500, 50, most=16, least=8)
-    assert chosen["global_batch_size"] == 4
-    BatchConfig(**chosen).micro_batch()
+    BatchConfig(**defaults.batch_and_epochs(BatchConfig(), samples, rows, most=16, least=8)).micro_batch()  # it divides
 
 
 def test_rates_fall_with_the_model():
@@ -75,6 +70,8 @@ def test_only_what_was_left_open_is_chosen_optimizers_by_name():
     assert own.set_defaults("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
     assert own._chosen == ["optim muon, learning_rate 0.001 (random)"]
     assert run_of("pretrain", "--optim", "sgd").set_defaults("random", optim="muon").optim.optim == "sgd"
+    with pytest.raises(RuntimeError, match="no learning rate"):  # which nobody chose
+        optim.build(torch.nn.Linear(2, 2), OptimConfig())
 
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -101,43 +98,32 @@ def compiling_run(monkeypatch, *argv: str, template="pretrain", device=GPU, befo
 
 
 @pytest.mark.parametrize(
-    ("device", "steps", "options", "compiled", "said"),
+    ("device", "steps", "argv", "options", "compiled", "said"),
     [
-        (GPU, 4_000, {}, True, "4,000 steps on a CUDA device"),
-        (GPU, 500, {}, True, "500 steps on a CUDA device"),
-        (GPU, 499, {}, False, "499 steps on a CUDA device"),
-        (GPU, 2_999, {"template": "image_classification"}, False, "2,999 steps on a CUDA device"),
-        (GPU, 3_000, {"template": "image_classification"}, True, "3,000 steps on a CUDA device"),
-        (GPU, 4_000, {"one_shape": False}, False, "4,000 steps on a CUDA device"),
-        (CPU, 4_000, {}, False, None),  # nothing is weighed there
+        (GPU, 4_000, (), {}, True, "4,000 steps on a CUDA device"),
+        (GPU, 500, (), {}, True, "500 steps on a CUDA device"),
+        (GPU, 499, (), {}, False, "499 steps on a CUDA device"),
+        (GPU, 2_999, (), {"template": "image_classification"}, False, "2,999 steps on a CUDA device"),
+        (GPU, 3_000, (), {"template": "image_classification"}, True, "3,000 steps on a CUDA device"),
+        (GPU, 4_000, (), {"one_shape": False}, False, "4,000 steps on a CUDA device"),
+        (CPU, 4_000, (), {}, False, None),  # nothing is weighed there
+        *((device, 0, ("--torch_compile",), {"before": False}, True, None) for device in (GPU, CPU)),
+        *((device, 4_000, ("--no_torch_compile",), {"before": True}, False, None) for device in (GPU, CPU)),
+        (GPU, 10, (), {"before": True}, True, "as it began"),
+        (GPU, 4_000, (), {"before": False}, False, "as it began"),
+        (CPU, 10, (), {"before": True}, True, None),
     ],
 )
-def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, options, compiled, said):
-    own, models = compiling_run(monkeypatch, template=options.get("template", "pretrain"), device=device)
-    own._compile(steps, one_shape=options.get("one_shape", True))
-    assert own.config.speed.torch_compile is compiled
-    assert own._chosen == ([f"torch_compile {compiled} ({said})"] if said else [])
-    assert models == ["model"] * compiled
-    assert torch._dynamo.config.suppress_errors is compiled  # nobody asked for it
-
-
-@pytest.mark.parametrize("device", [GPU, CPU])
-@pytest.mark.parametrize(("flag", "compiled"), [("--torch_compile", True), ("--no_torch_compile", False)])
-def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, compiled):
-    own, models = compiling_run(monkeypatch, flag, device=device, before=not compiled)
-    own._compile(4_000 * (not compiled), one_shape=True)
-    assert own.config.speed.torch_compile is compiled
-    assert (own._chosen, models) == ([], ["model"] * compiled)
-    assert not torch._dynamo.config.suppress_errors
-
-
-@pytest.mark.parametrize(("device", "steps", "before"), [(GPU, 10, True), (GPU, 4_000, False), (CPU, 10, True)])
-def test_a_run_continues_compiled_or_not_as_it_began(monkeypatch, device, steps, before):
-    own, models = compiling_run(monkeypatch, device=device, before=before)
-    own._compile(steps, one_shape=True)
-    assert own.config.speed.torch_compile is before
-    assert [chosen.startswith(f"torch_compile {before} (") for chosen in own._chosen] == [True] * (device is GPU)
-    assert models == ["model"] * before
+def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, argv, options, compiled, said):
+    """But a flag decides, and a run continues compiled or not as it began."""
+    options = {"one_shape": True} | options
+    one_shape = options.pop("one_shape")
+    own, models = compiling_run(monkeypatch, *argv, device=device, **options)
+    own._compile(steps, one_shape=one_shape)
+    assert torch._dynamo.config.suppress_errors is (compiled and not argv)  # nobody asked for it
+    assert own.config.speed.torch_compile is compiled and models == ["model"] * compiled
+    assert [chosen.startswith(f"torch_compile {compiled} (") for chosen in own._chosen] == [True] * bool(said)
+    assert said in (None, "as it began") or own._chosen == [f"torch_compile {compiled} ({said})"]
 
 
 def test_without_a_compiler_nothing_is_compiled_and_a_note_says_so(monkeypatch, capsys):
@@ -165,11 +151,6 @@ def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkey
         own.models = {"model": torch.nn.Linear(2, 2)}
         with pytest.raises(ConfigError, match="no list of equal blocks") if argv else contextlib.nullcontext():
             own._compile(4_000, one_shape=True)
-
-
-def test_a_rate_that_nobody_chose_does_not_train():
-    with pytest.raises(RuntimeError, match="no learning rate"):
-        optim.build(torch.nn.Linear(2, 2), OptimConfig())
 
 
 def test_a_run_continues_with_what_it_chose(tiny_model, chat_file, tmp_path):

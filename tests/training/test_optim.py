@@ -53,31 +53,20 @@ def groups_by_decay(model, optimizers):
 
 
 @pytest.mark.parametrize(("tied", "name"), [(False, "adamw"), (True, "adamw"), (False, "adamw_8bit"), (True, "sgd")])
-def test_only_hidden_matrices_decay(tied, name):
+def test_only_hidden_matrices_that_are_trained_decay(tied, name):
     model = tiny_llama(tied=tied)
+    model.model.layers[1].mlp.requires_grad_(False)
     decay = groups_by_decay(model, build(model, name))
-    everything = {name for name, _ in model.named_parameters()}
-    matrices = {name for name in everything if name.endswith("proj.weight")}
-    assert len(matrices) == 14
-    assert decay == {0.3: matrices, 0.0: everything - matrices}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name for name in trained if name.endswith("proj.weight")}
+    assert len(matrices) == 11
+    assert decay == {0.3: matrices, 0.0: trained - matrices}
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= decay[0.0]
     assert ("lm_head.weight" in decay[0.0]) is not tied
-
-
-def test_position_embeddings_norms_and_transposed_matrices_of_gpt2_are_told_apart():
-    model = tiny_gpt2()
-    decay = groups_by_decay(model, build(model))
+    model = tiny_gpt2()  # with embeddings of positions, and transposed matrices
+    decay = groups_by_decay(model, build(model, name))
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= decay[0.0]
     assert decay[0.3] == {n for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n}
-
-
-def test_frozen_parameters_are_in_no_optimizer():
-    model = tiny_llama()
-    model.model.requires_grad_(False)
-    model.model.layers[0].mlp.requires_grad_(True)
-    (optimizer,) = build(model)
-    held = {name for names in groups_by_decay(model, [optimizer]).values() for name in names}
-    assert held == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_optimizers_take_their_settings_from_the_config():
@@ -132,11 +121,19 @@ def test_muon_is_torchs_but_for_its_rounding(shape):
     assert values.min() > 0.5 and values.max() < 1.3
 
 
-def test_muon_falls_back_to_adamw_without_a_matrix_and_nothing_trainable_is_refused():
+def test_optimizers_that_cannot_be_built_say_so_or_fall_back(monkeypatch):
     (optimizer,) = build(nn.LayerNorm(4), "muon")
-    assert type(optimizer) is torch.optim.AdamW
+    assert type(optimizer) is torch.optim.AdamW  # without a matrix
     with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
         build(nn.Linear(2, 2).requires_grad_(False), "muon")
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        build(nn.Linear(2, 2), "adamw_8bit")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    (optimizer,) = build(model)
+    assert type(optimizer) is StochasticAdamW
+    with pytest.raises(ConfigError, match="--optim sgd would lose small updates of bf16 weights: use adamw"):
+        build(model, "sgd")
 
 
 def test_stochastic_rounding_is_exact_in_the_mean_and_repeats():
@@ -188,14 +185,6 @@ def test_a_weight_that_stays_fp32_beside_bf16_ones_gets_plain_adamw():
     assert all(torch.equal(state[key], moments[key]) for key in ("exp_avg", "exp_avg_sq"))
 
 
-def test_bf16_weights_have_the_one_optimizer_that_loses_no_update():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    (optimizer,) = build(model)
-    assert type(optimizer) is StochasticAdamW
-    with pytest.raises(ConfigError, match="--optim sgd would lose small updates of bf16 weights: use adamw"):
-        build(model, "sgd")
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
 def test_making_room_for_the_state_changes_no_weight(name):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -210,12 +199,6 @@ def test_making_room_for_the_state_changes_no_weight(name):
         assert {float(group["lr"]) for group in optimizer.param_groups} == {0.5}
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model[0].bias.grad is kept and sum(parameter.grad is not None for parameter in model.parameters()) == 1
-
-
-def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ConfigError, match="pip install torchao"):
-        build(nn.Linear(2, 2), "adamw_8bit")
 
 
 SHARES = st.floats(0, 1)
@@ -312,6 +295,22 @@ def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(na
     assert max(scales.values()) == 1
 
 
+def test_models_without_blocks_with_another_head_or_layers_before_it_decay_what_is_before_the_head():
+    probe = nn.Module()
+    probe.score = nn.Linear(3, 2)
+    assert {*layer_scales(probe, 0.5).values()} == {1.0}
+    other = nn.Module()
+    other.blocks, other.outlet = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 2)
+    scales = layer_scales(other, 0.5)
+    rates = {"blocks.0": 0.25, "blocks.1": 0.5, "outlet": 1.0}
+    assert all(scales[p] == rates[name.rpartition(".")[0]] for name, p in other.named_parameters())
+    sizes = {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 16, 16], "image_size": 64}
+    model = on_meta(transformers.MobileViTConfig(**sizes), AutoModelForImageClassification)
+    scales = layer_scales(model, 0.5)
+    assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
+    assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_factors_and_decay_groups_go_together(kind):
     model = tiny_vision("vit")
@@ -361,22 +360,3 @@ def test_small_heads_and_experts_are_matrices_and_groups_of_one_s_own_have_the_p
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     optim.set_learning_rate([own], FullOptimConfig(learning_rate=0.5, lr_scheduler_type="constant", warmup_steps=0), 0, 9)
     assert own.param_groups[0]["lr"] == 0.5
-
-
-def test_a_model_without_blocks_or_with_a_head_of_another_name_decays_what_is_before_the_head():
-    probe = nn.Module()
-    probe.score = nn.Linear(3, 2)
-    assert {*layer_scales(probe, 0.5).values()} == {1.0}
-    other = nn.Module()
-    other.blocks, other.outlet = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 2)
-    scales = layer_scales(other, 0.5)
-    rates = {"blocks.0": 0.25, "blocks.1": 0.5, "outlet": 1.0}
-    assert all(scales[p] == rates[name.rpartition(".")[0]] for name, p in other.named_parameters())
-
-
-def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
-    sizes = {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 16, 16], "image_size": 64}
-    model = on_meta(transformers.MobileViTConfig(**sizes), AutoModelForImageClassification)
-    scales = layer_scales(model, 0.5)
-    assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
-    assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}

@@ -152,12 +152,15 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
 
 
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
-def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path, text_file, tiny_model):
+def test_nothing_in_a_step_waits_for_the_device(
+    template, monkeypatch, tmp_path, text_file, chat_file, image_folder, tiny_model
+):
     """From the seeds to the stop signal no value is read, but with a log line. Another process reads data."""
     given = {
-        "pretrain": ("--vocab_size", 300, "--seq_length", 16, "--train_file", text_file),
-        "lora_finetune": ("--max_train_samples", 200, "--seq_length", 256, "--packing", "--model_name_or_path", tiny_model),
-    }.get(template, ())
+        "pretrain": ("--model_name_or_path", tiny_model, "--train_file", text_file, "--seq_length", 16, "--eval_samples", 4),
+        "lora_finetune": ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 64, "--packing"),
+        "image_classification": ("--train_dir", image_folder, "--image_size", 16),
+    }[template] + (("--show_answers", 0) if template == "lora_finetune" else ())
     inside, found = [False], []
 
     def watched(original):
