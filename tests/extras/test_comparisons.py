@@ -15,7 +15,7 @@ from shared.extras.comparisons.compare import compared, verdict
 from shared.extras.comparisons.reproduce import compared as rows_compared
 from shared.process.errors import ConfigError
 from shared.process.files import read_json_lines
-from tests.conftest import ROOT, instead, launch_environment, python, run, slow, write_lines
+from tests.conftest import ROOT, SHAPE, instead, launch_environment, python, run, slow, write_lines
 from tests.security.conftest import flip
 
 
@@ -36,9 +36,10 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures):
     tiny = ("--model_name_or_path", tiny_model, "--show_answers", 0, "--eval_samples", 6)
     common = ("--max_steps", 6, "--save_steps", 2, "--save_total_limit", 9, "--global_batch_size", 4)
     common += ("--per_device_train_batch_size", 2)
+    text = ("--train_file", text_file, "--vocab_size", 300, "--config_overrides", SHAPE)
     images = ("--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 32)
     return {
-        "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 32, *common),
+        "pretrain": (*text, "--seq_length", 32, *common),
         "lora_finetune": ("--train_file", chat_file, *tiny, "--seq_length", 64, "--learning_rate", 0.01, *common),
         "full_finetune": ("--train_file", chat_file, *tiny, "--seq_length", 64, *common),
         "dpo": ("--max_train_samples", 40, "--show_answers", 0, "--seq_length", 64, "--eval_samples", 4, *common),

@@ -5,9 +5,10 @@ import gzip
 import hashlib
 import json
 import logging
+import os
 import random
 import resource
-import subprocess
+import signal
 import sys
 import threading
 import zlib
@@ -33,7 +34,7 @@ from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import ROOT, run, slow
+from tests.conftest import LAUNCHER, run, slow
 from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
 
@@ -123,9 +124,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, own_cache):
     """A server of its own cache, with pauses of no time and no login of the machine's."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "PAUSES", (0.0, 0.01, 0.02))
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -356,19 +356,20 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
     code = "import sys; from shared.extras.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
-    command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
+    words = ["-c", code, f"{server.root}/a.jsonl"]
     goes_on = threading.Event()
     reached = threading.Event()
     server.drops, server.before_body = [100_000], lambda: (reached.set(), goes_on.wait(60))
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert reached.wait(60)
-    assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
-    first.kill()
-    first.wait()
-    goes_on.set()
-    server.drops, server.before_body = [], lambda: None
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [int(run.communicate()[0]) for run in runs] == [len(ROWS)] * 2
+    with (tmp_path / "said").open("w+") as said:
+        first = LAUNCHER.start(words, said, sys.__stderr__)
+        assert reached.wait(60)
+        assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        goes_on.set()
+        server.drops, server.before_body = [], lambda: None
+        assert [run.wait() for run in [LAUNCHER.start(words, said, sys.__stderr__) for _ in range(2)]] == [0, 0]
+    assert (tmp_path / "said").read_text() == f"{len(ROWS)}\n" * 2
     assert [part for _, _, part in server.requests].count("bytes=0-") == 2  # of the first, and of one of these
     (copy,) = (tmp_path / "cache" / "remote").iterdir()
     assert (copy / "copy-a.jsonl").read_bytes() == ROWS

@@ -27,6 +27,8 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures, tmp_
     rows = [{"text": f"the model reads {'many ' * (n % 7)}lines {n}", "label": "abc"[n % 3]} for n in range(60)]
     labelled = write_lines(folder / "labelled.jsonl", rows)
     pairs = [{"prompt": f"Say {n}.", "chosen": f"Here: {n} " * (n % 5 + 1), "rejected": "No."} for n in range(40)]
+    sums = [{"prompt": f"{a} + {b} = ", "answer": str(a + b)} for a in range(6) for b in range(4)]
+    sums = write_lines(folder / "sums.jsonl", sums)
     tiny = ("--model_name_or_path", tiny_model)
     chats = ("--train_file", chat_file, *tiny, "--seq_length", 128, "--show_answers", 0, "--eval_samples", 2)
     few = ("--show_answers", 0, "--seq_length", 64, "--eval_samples", 2)
@@ -35,7 +37,7 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures, tmp_
         "lora_finetune": (*chats, "--lora_dropout", 0.2),
         "full_finetune": (*chats, "--packing", "off"),
         "dpo": ("--train_file", write_lines(folder / "pairs.jsonl", pairs), *tiny, *few),
-        "grpo": ("--group_size", 4, "--max_new_tokens", 3, "--eval_answers", 2, "--show_answers", 0),
+        "grpo": ("--train_file", sums, *tiny, "--group_size", 4, "--max_new_tokens", 8, "--eval_answers", 2, *few[:2]),
         "text_classification": ("--train_file", labelled, *tiny, "--seq_length", 32),
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 32),
     }
@@ -70,7 +72,7 @@ IN_SLOW = ("pretrain", "full_finetune", "text_classification")
 
 @pytest.mark.parametrize("template", ["lora_finetune", "dpo", "grpo", "image_classification", *map(slow, IN_SLOW)])
 def test_a_step_again_is_the_sum_of_its_samples(template, flags_of, tmp_path, monkeypatch):
-    flags = (*flags_of[template], *COMMON, *FEW)
+    flags = (*flags_of[template], *COMMON, *FEW, "--max_steps", 3)
     learn_here(template, tmp_path / "run", *flags)
     row = losses_of(tmp_path / "run")[3]
     found = replayed(monkeypatch, tmp_path, template, tmp_path / "run", 3, set(), *flags)

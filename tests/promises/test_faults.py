@@ -118,34 +118,31 @@ def test_a_killed_zero_run_keeps_the_batchnorm_statistics_of_each_rank(flags, tm
     given = (*flags["image_classification"], "--ema_decay", 0)
     how = {"processes": 2, "config": "deepspeed_zero2"}
     one = run("image_classification", tmp_path / "one", *given, **how)
-    assert one.manifest(STEPS)["strategy"] == "ZeRO-2 x 2 on cpu, fp32"
     killed = with_fault("image_classification", tmp_path / "run", "save.renamed:kill@2", *given, **how)
     assert killed.returncode != 0 and valid_checkpoints(tmp_path / "run")
     assert_same_bits(one, run("image_classification", tmp_path / "run", *given, **how))
 
 
 @pytest.mark.parametrize(
-    ("template", "strategy", "faults"),
+    ("template", "processes", "faults"),
     [
-        ("pretrain", "DDP x 2", IN_TURN),
-        ("lora_finetune", "1 process", ("micro_batch:kill@10", "finish:kill")),
-        ("image_classification", "1 process", ("micro_batch:kill@10", "evaluation:kill")),
-        ("pretrain_pipeline", "PP 2 x DDP 1", ("save.manifest:kill@3", "finish:kill")),
-        ("image_classification", "DDP x 2", ("micro_batch:term@10#1", "update:kill@2")),
+        ("pretrain", 2, IN_TURN),
+        ("lora_finetune", 1, ("micro_batch:kill@10", "finish:kill")),
+        ("image_classification", 1, ("micro_batch:kill@10", "evaluation:kill")),
+        ("pretrain_pipeline", 2, ("save.manifest:kill@3", "finish:kill")),
+        ("image_classification", 2, ("micro_batch:term@10#1", "update:kill@2")),
     ],
 )
 @pytest.mark.slow
-def test_killed_at_many_places_in_turn(flags, straight, tmp_path, template, strategy, faults):
-    given, folder, processes = flags[template], tmp_path / "run", 1 if strategy == "1 process" else 2
+def test_killed_at_many_places_in_turn(flags, straight, tmp_path, template, processes, faults):
+    given, folder = flags[template], tmp_path / "run"
     for fault in faults:
         killed = with_fault(template, folder, fault, *given, processes=processes)
         assert killed.returncode != 0 and not (folder / "final").exists(), fault
         assert "does not fit this model" not in killed.output, fault
         whole = valid_checkpoints(folder) if folder.exists() else []
         assert whole == IN_TURN[fault] if faults is IN_TURN else whole, fault
-    again = assert_continues(template, folder, given, straight, processes)
-    assert again.manifest(STEPS)["strategy"] == f"{strategy} on cpu, fp32"
-    assert again.manifest(STEPS)["world_size"] == processes
+    assert_continues(template, folder, given, straight, processes)
     assert template != "lora_finetune" or "is finished" in run(template, folder, *given).output
 
 
@@ -390,7 +387,6 @@ def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, st
     assert failed.output.count(why) == 1 and "step 5: loss or gradient is not finite" in failed.output
     assert valid_checkpoints(folder) == [2, 4]
     again = run("pretrain", folder, *given, **launch)
-    assert again.manifest(STEPS)["strategy"].startswith("DDP x 2" if config == "ddp" else "ZeRO-2 x 2")
     assert again.losses == pytest.approx(reference.losses, rel=0 if config == "ddp" else 1e-5)
 
 
@@ -445,7 +441,6 @@ def test_two_processes_then_four(flags, tmp_path):
     whole, folder = learn_here("pretrain", tmp_path / "whole", *given), tmp_path / "run"
     with_fault("pretrain", folder, "update:kill@4", *given, processes=2)
     last = run("pretrain", folder, *given, processes=4)
-    assert last.manifest(STEPS)["world_size"] == 4
     assert "4 processes x 1 at once x 3 accumulated" in last.summary
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.records_of_steps(folder) == audit.records_of_steps(tmp_path / "whole")

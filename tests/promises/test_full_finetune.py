@@ -64,7 +64,6 @@ def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(base,
     one = run("full_finetune", tmp_path / "one", *given)
     spread = {"processes": 2, "config": "fsdp2"}
     several = run("full_finetune", tmp_path / "several", *given, **spread)
-    assert several.manifest(6)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert several.losses == pytest.approx(one.losses, rel=1e-4)  # a code may round to the other side
     saved = read_tensors(several.folder / "checkpoint-000003")
     codes = [key for key, value in saved.items() if key.endswith(".codes") and value.dtype == torch.uint8]
@@ -85,7 +84,7 @@ def test_bf16_weights_stay_so_learn_as_fp32_ones_do_and_resume(base, tmp_path, c
     how = {"processes": 2, "config": config, "precision": precision}
     exact = run("full_finetune", tmp_path / "fp32", *given)
     ours = run("full_finetune", tmp_path / "bf16", *given, "--weights_dtype", "bf16", **how)
-    assert "rounded stochastically" in ours.summary and ours.manifest(16)["world_size"] == 2
+    assert "rounded stochastically" in ours.summary
     saved = read_tensors(ours.folder / "checkpoint-000016")
     assert {v.dtype for key, v in saved.items() if not key.endswith(".step")} == {torch.bfloat16}
     assert ours.losses == pytest.approx(exact.losses, rel=2e-2)

@@ -58,7 +58,6 @@ def test_learns_the_same_however_launched(one_process, base, image_folder, tmp_p
         assert base[0] == "--train_dir"
         flags = ("--train_file", tmp_path / "train.tar", "--validation_file", tmp_path / "val.tar", *flags[2:])
     other = run("image_classification", tmp_path / "run", *flags, processes=2, config=config)
-    assert (other.manifest(12)["world_size"], other.manifest(12)["strategy"]) == (2, f"{config.upper()} x 2 on cpu, fp32")
     assert_same_learning(one_process, other, atol=None)
     assert {*np.diff([0, *one_process.each("images")]).tolist()} == {8, 5}  # a ragged batch ends an epoch
     ours, theirs = other.evaluation, one_process.evaluation
@@ -104,7 +103,6 @@ def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0") if architecture == "vit" else flags
     sharded = run("image_classification", tmp_path / "fsdp2", *flags, processes=2, config="fsdp2")
     ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
-    assert sharded.manifest(4)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert_same_learning(ddp, sharded, rel=1e-4, atol=None)
 
 

@@ -51,8 +51,6 @@ def launched(base, tmp_path_factory):
 @pytest.mark.parametrize(("packing", "config"), [("--packing", "ddp"), ("--no_packing", "fsdp2")])
 def test_learns_the_same_however_launched(launched, packing, config):
     one, other = launched(packing), launched(packing, 2, config)
-    assert other.manifest(8)["world_size"] == 2
-    assert other.manifest(8)["strategy"] == f"{config.upper()} x 2 on cpu, fp32"
     assert len(one.weights()) == 2 * 2 * len(LAYERS)
     # AdamW's first steps have the size of the rate whatever the gradient, so rounding near zero shows most there.
     assert_same_learning(one, other, atol=1e-4)
@@ -93,7 +91,6 @@ def test_a_checkpoint_holds_the_adapter_only_and_resumes_elsewhere(base, launche
     assert size < 3 * adapters + 2000 * 4 * len(ddp.weights())  # weights, two moments, headers; no base
     flags = (*base, "--packing", "--per_device_train_batch_size", 2, "--resume_from_checkpoint", start)
     other = run("lora_finetune", tmp_path, *flags, processes=2, config="fsdp2")
-    assert other.manifest(8)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert other.losses == pytest.approx({step: loss for step, loss in ddp.losses.items() if step > 4}, rel=1e-5)
 
 
@@ -154,7 +151,6 @@ def test_a_head_that_is_trained_is_sharded_saved_and_resumed(base, tmp_path):
     flags = (*base, "--modules_to_save", "lm_head", "embed_tokens", "--per_device_train_batch_size", 2)
     one = run("lora_finetune", tmp_path / "one", *flags)
     two = run("lora_finetune", tmp_path / "two", *flags, processes=2, config="fsdp2")
-    assert two.manifest(8)["world_size"] == 2 and two.manifest(8)["strategy"].startswith("FSDP2 x 2")
     assert_same_learning(one, two, atol=1e-4)
     start = tmp_path / "two" / "checkpoint-000004"
     again = run("lora_finetune", tmp_path / "again", *flags, "--resume_from_checkpoint", start, processes=2, config="fsdp2")
