@@ -492,6 +492,14 @@ def python(*words: object, env: dict | None = None, cwd: Path = ROOT, timeout: f
     return subprocess.CompletedProcess(process.words, process.returncode, *texts)
 
 
+def shown(folder: Path, *words: object, code: int = 0) -> str:
+    """What `python -m shared WORDS` prints in a folder; or says, where it is to end with another code."""
+    env = launch_environment(dict(os.environ) | {"PYTHONPATH": str(ROOT)})
+    done = python("-m", "shared", *words, cwd=folder, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
 def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
     """The environment of a launch; with a fault, its actions can be imported (fault_actions.py)."""
     result = os.environ | (env or {})

@@ -30,6 +30,15 @@ def assert_same_learning(
             assert apart <= 1e-4 + 1e-3 * size, name
 
 
+def assert_goes_on(whole: Run, again: Run, step: int) -> None:
+    """A run that began at a checkpoint of another one learns the rest of it, bit for bit."""
+    for key in ("loss", "grad_norm", "eval_loss"):
+        later = [(row["step"], row[key]) for row in whole.rows if key in row and row["step"] > step]
+        assert later and [(row["step"], row[key]) for row in again.rows if key in row] == later, key
+    ours, theirs = again.weights(), whole.weights()
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
+
+
 def assert_same_bits(one: Run, other: Run) -> None:
     """All that a run logs and saves is the same."""
     differences = compare(one.folder, other.folder)

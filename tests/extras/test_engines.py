@@ -35,6 +35,7 @@ class Keeper:
             self.process.wait()
 
     def __enter__(self):
+        LAUNCHER.address()  # started by this thread alone
         self.thread.start()
         return self
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import threading
@@ -23,7 +22,7 @@ from shared.process.errors import ConfigError, NotNow
 from shared.run import exits
 from shared.run.checkpoint_files import MANIFEST, CheckpointError, run_folder, write_manifest
 from shared.run.state import TrainState
-from tests.conftest import LAUNCHER, ROOT, exit_of, free_port, python, run, with_fault
+from tests.conftest import LAUNCHER, ROOT, exit_of, free_port, run, shown, with_fault
 from tests.object_store import ObjectStore
 from tests.security.test_secrets import files_with
 
@@ -438,21 +437,15 @@ def test_commands_read_a_place_and_write_nothing_there(tmp_path, chat_file, tiny
     done = run("lora_finetune", tmp_path / "run", *flags)
     shutil.rmtree(done.folder)
     before = files_of(url)
-
-    def shown(*words):
-        done = python("-m", "shared", *words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     launch = ("--", *(sys.executable, "-m", "accelerate.commands.launch"), ROOT / "templates/lora_finetune.py")
-    assert shown("ask", url, "What?", "--max_new_tokens", 2)
+    assert shown(tmp_path, "ask", url, "What?", "--max_new_tokens", 2)
     assert not [*(tmp_path / "cache/mirrors").glob("*/*/checkpoint-*")]  # which ask needs none of
-    assert "loss" in shown("evaluate", url, "--test_file", chat_file, *launch)
+    assert "loss" in shown(tmp_path, "evaluate", url, "--test_file", chat_file, *launch)
     # of a place, the newest checkpoint is there, and others if they were the newest when it was looked at
     changed = ("--learning_rate", 1e-3, "--max_steps", 6, "--report_to", "none")
-    shown("fork", url, "--step", 4, "--output_dir", "fork", *launch, *changed)
-    assert "learning_rate" in shown("compare", url, "fork")
-    shown("replay", url, "--step", 3, "--from_start", *launch)
+    shown(tmp_path, "fork", url, "--step", 4, "--output_dir", "fork", *launch, *changed)
+    assert "learning_rate" in shown(tmp_path, "compare", url, "fork")
+    shown(tmp_path, "replay", url, "--step", 3, "--from_start", *launch)
     assert files_of(url) == before
     with pytest.raises(ConfigError, match="no run is mirrored there"):
         fetched(f"{url}/nothing", with_checkpoints=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 
@@ -14,7 +13,7 @@ from shared.process.files import read_json_lines
 from shared.run.run import Run as RunOfTemplate
 from shared.run.setup import Setup
 from shared.training.step import Step
-from tests.conftest import ROOT, learn_here, python, run, run_here, slow, write_lines
+from tests.conftest import ROOT, learn_here, run, run_here, shown, slow, write_lines
 
 COMMON = ("--save_steps", 1, "--save_total_limit", 9, "--audit_data", "--global_batch_size", 6)
 FEW = ("--max_steps", 4, "--per_device_train_batch_size", 3)
@@ -104,12 +103,6 @@ def test_a_step_again_is_the_sum_of_its_samples(template, flags_of, tmp_path, mo
     assert losses_of(tmp_path / "run")[3] == row  # the run is as it was
 
 
-def shown(folder, *words, check=0):
-    done = python("-m", "shared", "replay", *words, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == check, done.stdout + done.stderr
-    return done.stdout if check == 0 else done.stderr
-
-
 @pytest.mark.parametrize(
     ("processes", "config"),
     [(1, None), slow(2, "ddp"), slow(2, "fsdp2"), slow(2, "tensor_parallel"), slow(2, "sequence_parallel")],
@@ -124,7 +117,7 @@ def test_the_command_shows_a_step_on_any_launch(processes, config, tmp_path, fla
         launcher += ["--config_file", f"{ROOT}/accelerate_configs/{config}.yaml", "--mixed_precision", "no"]
         launcher += ["--num_processes", str(processes)]
     command = ["--", *launcher, f"{ROOT}/templates/lora_finetune.py"]
-    out = shown(tmp_path, "run", "--step", 4, *command)
+    out = shown(tmp_path, "replay", "run", "--step", 4, *command)
     assert out.count("the same, bit for bit") == 2 and out.count("step ") >= 3, out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     if config == "sequence_parallel":
@@ -137,14 +130,14 @@ def test_the_command_shows_a_step_on_any_launch(processes, config, tmp_path, fla
     assert all(("gradient" in part) == (config in (None, "ddp")) for part in parts)
     if config is None:
         left_out = parts[0]["sample"]
-        out = shown(tmp_path, "run", "--step", 4, "--without", left_out, "--into", tmp_path / "without", *command)
+        out = shown(tmp_path, "replay", "run", "--step", 4, "--without", left_out, "--into", tmp_path / "without", *command)
         rest = [part for part in parts if part["sample"] != left_out]
         expected = sum(part["loss"] for part in rest) / sum(part["targets"] for part in rest)
         assert f"without {left_out}:" in out and f"loss {expected:.4g}"[:9] in out
         shutil.rmtree(tmp_path / "run/checkpoint-000001")
-        said = shown(tmp_path, "run", "--step", 2, "--into", "other", *command, check=2)
+        said = shown(tmp_path, "replay", "run", "--step", 2, "--into", "other", *command, code=2)
         assert "no checkpoint before step 2 (there is 2, 3, 4): --from_start" in said
-        out = shown(tmp_path, "run", "--step", 2, "--into", "other", "--from_start", *command)
+        out = shown(tmp_path, "replay", "run", "--step", 2, "--into", "other", "--from_start", *command)
         assert out.count("the same, bit for bit") == 2
 
 

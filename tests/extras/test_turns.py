@@ -143,8 +143,9 @@ def whole(talkative, tmp_path_factory):
     return run(str(template), tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel")])
+@pytest.mark.parametrize("config", ["fsdp2", slow("tensor_parallel")])
 def test_conversations_are_the_same_on_two_ranks(talkative, whole, tmp_path, config):
+    """Also where a rank has nothing to answer in a round, but its part of the weights."""
     template, flags = talkative
     other = run(str(template), tmp_path / "run", *flags, processes=2, config=config)
     assert len(whole.each("grad_norm")) == 4 and min(whole.each("grad_norm")) > 1e-3
@@ -152,7 +153,7 @@ def test_conversations_are_the_same_on_two_ranks(talkative, whole, tmp_path, con
         assert other.each(name) == pytest.approx(whole.each(name), abs=2e-4), name
     rows = [json.loads(line) for line in (whole.folder / "rollouts.jsonl").read_text().splitlines()]
     assert max(row["answer"].count("go on") for row in rows) == 2  # three answers
-    for name in ("rollouts.jsonl", "answers.jsonl"):  # also where a rank has nothing to answer in a round
+    for name in ("rollouts.jsonl", "answers.jsonl"):
         assert (other.folder / name).read_text() == (whole.folder / name).read_text(), name
 
 

@@ -169,14 +169,14 @@ def one_process(base, tmp_path_factory):
         (2, "fsdp2", EACH_ONE),  # ranks without an image at many steps
         slow(2, "ddp", SEES),
         slow(1, None, ("--per_device_train_batch_size", 8)),
-        slow(2, "deepspeed_zero3", EACH_ONE),
-        slow(4, "hsdp", EACH_ONE),
-        slow(2, "tensor_parallel", ()),
         slow(4, "fsdp2", (*SEES, *EACH_ONE)),
     ],
 )
 def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, config, flags):
-    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
+    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks.
+
+    Every other launch: test_support.py.
+    """
     reference = one_process(*(SEES if "--train_vision" in flags else ()))
     result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
     assert result.losses == pytest.approx(reference.losses, rel=1e-5)

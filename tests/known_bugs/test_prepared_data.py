@@ -1,8 +1,6 @@
 """Prepared tokens are those of this text, this tokenizer and this code."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,7 +11,7 @@ from shared.data.store import prepare_sources
 from shared.models import tokenizers
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 
 def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, own_cache):
@@ -68,6 +66,5 @@ def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):
     with (tmp_path / "shared/config/parse.py").open("a") as file:
         file.write("print('the second checkout')\n")
     script = tmp_path / "templates/pretrain.py"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
+    done = python(script, "--help", env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and "the second checkout" in done.stdout, done.stderr

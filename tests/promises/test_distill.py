@@ -29,7 +29,7 @@ from tests.conftest import (
     write_lines,
 )
 from tests.plain_loop import losses_of, padded_chats, turn
-from tests.same import assert_same_bits, assert_same_learning
+from tests.same import assert_goes_on, assert_same_bits, assert_same_learning
 from tools import audit
 
 LOGGED = ("loss", "kl", "cross_entropy", "teacher_cross_entropy", "agreement", "grad_norm")
@@ -221,15 +221,19 @@ def test_ranks_that_share_rows_learn_the_same(base, tmp_path):
     assert_same_learning(one, other, rel=1e-4, atol=None, keys=EVALUATED)
 
 
-@pytest.mark.parametrize(("config", "flags"), [(None, ("--full",)), slow("fsdp2", ("--no_full",))])
-def test_killed_and_resumed_bit_for_bit(half, tmp_path, config, flags):
-    """In a step on its own answers, between checkpoints."""
-    given = (*(word for word in half if word != "--no_full"), *flags)
-    processes = 2 if config else 1
-    whole = run("distill", tmp_path / "whole", *given, processes=processes, config=config)
-    resumed = continued("distill", tmp_path / "run", "update:kill@4", *given, processes=processes, config=config)
-    assert "at step 3" in resumed.output
-    assert_same_bits(whole, resumed)
+@pytest.mark.parametrize("config", [None, slow("fsdp2")])
+def test_resumed_bit_for_bit(half, tmp_path, config):
+    """On two processes after a kill, in a step on its own answers."""
+    if config:
+        whole = run("distill", tmp_path / "whole", *half, processes=2, config=config)
+        resumed = continued("distill", tmp_path / "run", "update:kill@4", *half, processes=2, config=config)
+        assert "at step 3" in resumed.output
+        assert_same_bits(whole, resumed)
+    else:
+        given = (*(word for word in half if word != "--no_full"), "--full")
+        resumed = whole = learn_here("distill", tmp_path / "whole", *given)
+        start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000002")
+        assert_goes_on(whole, learn_here("distill", tmp_path / "run", *given, *start), 2)
     assert not audit.check(resumed.folder).problems
     rows = [json.loads(line) for line in (resumed.folder / "rollouts.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4, 6]

@@ -23,7 +23,7 @@ from shared.commands.run import kill
 from shared.process.errors import CleanExit, ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 from shared.run.tensors import read_tensors
-from tests.conftest import ACCELERATE, ROOT, SHAPE, Run, command, exit_of, learn_here, run, slow, with_fault
+from tests.conftest import ACCELERATE, ROOT, SHAPE, Run, command, exit_of, learn_here, python, run, slow, with_fault
 from tests.same import assert_same_bits
 from tools import audit
 
@@ -485,11 +485,6 @@ def test_an_audit_finds_what_is_wrong(straight, tmp_path):
     assert "4: no record of these steps" in audit.check(tmp_path).problems[0]
 
 
-def verify_resume(*arguments) -> subprocess.CompletedProcess:
-    argv = [sys.executable, "-m", "shared", "verify-resume", *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=600)
-
-
 WRONG = """
 import os, runpy, sys
 sys.path.insert(0, {root!r})
@@ -509,14 +504,15 @@ runpy.run_path({template!r}, run_name="__main__")
 @pytest.mark.slow
 def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wrong(flags, tmp_path):
     launch = [sys.executable, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
-    good = verify_resume("--steps", 3, "--", *launch)
+    verify = ("-m", "shared", "verify-resume", "--steps")
+    good = python(*verify, 3, "--", *launch)
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.count("same, bit for bit") == 8
 
     edited = tmp_path / "train.py"  # dropout that depends on when the process was started
     edited.write_text(WRONG.format(root=str(ROOT), template=str(ROOT / "templates/pretrain.py")))
     launch[launch.index(str(ROOT / "templates/pretrain.py"))] = str(edited)
-    bad = verify_resume("--steps", 4, "--keep", tmp_path / "kept", "--", *launch)
+    bad = python(*verify, 4, "--keep", tmp_path / "kept", "--", *launch)
     assert bad.returncode == 3, bad.stdout + bad.stderr
     assert "samples of each step   same" in bad.stdout and "losses and own values  DIFFERS" in bad.stdout
     assert "notes                  DIFFERS: first at step 0: process" in bad.stdout

@@ -87,7 +87,7 @@ def test_pairs_are_mixed_alike_on_every_launch_and_after_a_kill(tiny_model, tmp_
     files = [write_lines(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", pairs[:40]), ("b", pairs[40:]))]
     flags = ("--model_name_or_path", tiny_model, "--train_file", *files, "--mix_weights", 3, 1, "--seq_length", 64)
     flags += ("--global_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--show_answers", 0, "--audit_data")
-    whole = run("dpo", tmp_path / "whole", *flags)
+    whole = learn_here("dpo", tmp_path / "whole", *flags)
     again = continued("dpo", tmp_path / "run", "update:kill@4", *flags, processes=2)
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.records_of_steps(tmp_path / "run") == audit.records_of_steps(tmp_path / "whole")

@@ -1,8 +1,6 @@
 """image_classification.py --problem_type multi_label, launched for real."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, f1_score
 from transformers import AutoModelForImageClassification
 
-from tests.conftest import continued, learn_here, paint, refusal, run, save_classifier
+from tests.conftest import continued, learn_here, paint, python, refusal, run, save_classifier
 from tests.plain_loop import pixels_of
 from tests.same import assert_same_learning
 
@@ -110,7 +108,7 @@ for path in {[str(path) for path, _ in made["val"]]}:
     exec(usage.replace("image.jpg", path), scope)
     found.append([scope["labels"], scope["answers"]])
 print(json.dumps(found))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "run")
+    done = python("-c", code, cwd=tmp_path / "run")
     assert done.returncode == 0, done.stderr
     for (labels, answers), row, given in zip(json.loads(done.stdout), scores, scores >= limits, strict=True):
         by_name = {final.config.id2label[i]: float(score) for i, score in enumerate(row)}

@@ -22,7 +22,7 @@ from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.run.tensors import read_tensors
 from shared.training import optim
-from tests.conftest import ROOT, STRATEGIES, Run, make_model, run, slow
+from tests.conftest import ROOT, STRATEGIES, Run, learn_here, make_model, run, slow
 from tests.same import assert_same_learning
 
 FOUR = {"hsdp", "fsdp2_tensor_parallel", "fsdp2_sequence_parallel"}  # processes; of others two
@@ -57,7 +57,8 @@ def launched(flags, tmp_path_factory):
             processes = (4 if config in FOUR else 2) if config else 1
             given = (*flags[kind], *more, "--per_device_train_batch_size", 4 // processes)
             template, folder = kind.replace("muon", "pretrain"), tmp_path_factory.mktemp(f"{kind}-{config}")
-            runs[kind, config, more] = run(template, folder, *given, processes=processes, config=config)
+            launch = {"processes": processes, "config": config} if config else {}
+            runs[kind, config, more] = (run if config else learn_here)(template, folder, *given, **launch)
         return runs[kind, config, more]
 
     return launch
