@@ -226,6 +226,14 @@ def tiny_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny-model"))
 
 
+@pytest.fixture
+def tokenizer(tiny_model):
+    """The tiny model's, loaded for this test."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
 def paint(path: Path, kinds: int | Sequence[int], number: int, size: tuple[int, int]) -> None:
     """A picture whose class, or classes, show in where it is bright, with noise."""
     import numpy as np

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.commands.verify_resume import compare
+from shared.commands.verify_resume import MEASURED, compare
 from tests.conftest import Run
 
 
@@ -32,9 +32,11 @@ def assert_same_learning(
 
 def assert_goes_on(whole: Run, again: Run, step: int) -> None:
     """A run that began at a checkpoint of another one learns the rest of it, bit for bit."""
-    for key in ("loss", "grad_norm", "eval_loss"):
-        later = [(row["step"], row[key]) for row in whole.rows if key in row and row["step"] > step]
-        assert later and [(row["step"], row[key]) for row in again.rows if key in row] == later, key
+    rest, found = (
+        [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in run.rows]
+        for run in (whole, again)
+    )
+    assert found and found == [row for row in rest if row["step"] > step]
     ours, theirs = again.weights(), whole.weights()
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
 

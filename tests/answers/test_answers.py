@@ -261,9 +261,8 @@ def score(answer, record):
     assert best and float(best[1]) == pytest.approx(min(means[1:]), abs=1e-4)
 
 
-def test_prompts_and_references_of_conversations_and_pairs(colours, tiny_model, tmp_path):
+def test_prompts_and_references_of_conversations_and_pairs(colours, tokenizer, tmp_path):
     folder, records = colours
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     files = {"train_file": (str(folder / "train.jsonl"),), "validation_file": (str(folder / "test.jsonl"),)}
     data = ChatConfig(**files, seq_length=64)
     _, held_out = chat.open_samples(data, tokenizer)

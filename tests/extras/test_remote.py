@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from shared.config.options import BatchConfig
 from shared.data import prepared, store
@@ -177,9 +176,8 @@ def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, name
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_path, scheme):
+def test_it_is_fetched_again_only_when_it_has_changed(server, tokenizer, tmp_path, scheme):
     url = {"http": f"{server.root}/b/a.jsonl", "s3": "s3://b/a.jsonl"}[scheme]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     content = server.files["/b/a.jsonl"] = b'{"text": "line 7"}\n' * 20
     encode = corpus.EncodeDocuments(tokenizer, "text")
 
@@ -408,11 +406,10 @@ def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
     assert server.requests == []
 
 
-def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
+def test_only_the_main_rank_fetches(server, tokenizer, chat_file, monkeypatch):
     """Another rank takes part in what is decided together and asks nothing itself."""
     server.files["/a.jsonl"] = chat_file.read_bytes()
     config = ChatConfig(train_file=(f"{server.root}/a.jsonl",), preprocessing_num_workers=1)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     decided = []
 
     def decide(function):
@@ -431,9 +428,8 @@ def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
     assert server.requests == []
 
 
-def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, tiny_model):
+def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, tokenizer):
     server.files["/b/text.jsonl"] = text_file.read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def windows(url):
         batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=4)

@@ -86,7 +86,7 @@ def load(name):
         {"divergence": "jsd", "beta": 0.2, "temperature": 2.0},
     ],
 )
-def test_learns_what_a_plain_loop_learns(base, chats, tiny_model, large, tmp_path, monkeypatch, flags):
+def test_learns_what_a_plain_loop_learns(base, chats, tiny_model, tokenizer, large, tmp_path, monkeypatch, flags):
     """All weights; by definitions, in double precision. Also in chunks of five tokens, the last one smaller."""
     monkeypatch.setattr(compared, "chunk_size", lambda model: 5)
     given = [word for name, value in flags.items() for word in (f"--{name}", value)]
@@ -94,7 +94,6 @@ def test_learns_what_a_plain_loop_learns(base, chats, tiny_model, large, tmp_pat
     given += ["--warmup_steps", 0, "--max_grad_norm", 0]
     given = [word for word in (*instead(base, "--global_batch_size", 14), *given) if word != "--no_full"]
     done = learn_here("distill", tmp_path / "run", *given)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids, labels, mask = padded_chats(tokenizer, chats)
     student, teacher = map(load, (tiny_model, large))
     counts = labels[:, 1:] != -100

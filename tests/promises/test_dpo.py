@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.utils import set_seed
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from shared.models.tokenizers import load_tokenizer
 from shared.process.errors import ConfigError
@@ -81,7 +81,7 @@ def plain_losses(kind, policy, reference, lengths, beta):
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
+def test_equals_a_plain_loop(tiny_model, tokenizer, records, pairs_file, tmp_path, kind):
     """A padded loop with a second model as the reference and none of shared/; all pairs in each batch."""
     full = kind in ("sigmoid", "orpo")
     steps, rate, beta, packing = 4, 1e-3, SETTINGS[kind], "--packing" if kind in ("sigmoid", "simpo") else "--no_packing"
@@ -92,7 +92,6 @@ def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
     flags = (*flags, "--label_smoothing", 0.2) if kind == "robust" else flags
     ours = learn(tmp_path, *flags, *(("--full",) if full else ("--lora_r", 4, "--lora_alpha", 8)))
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     chats = [(*record["prompt"], *record[name]) for record in records for name in ("chosen", "rejected")]
     ids, labels, mask = padded_chats(tokenizer, chats)
     set_seed(0)  # which decides the adapters' random start

@@ -20,13 +20,12 @@ def base(tiny_model, chat_file):
     )
 
 
-def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path):
+def test_equals_a_plain_loop_with_frozen_layers(tiny_model, tokenizer, chat_file, tmp_path):
     """A hand-written padded loop with none of shared/; all samples in each batch, so order plays no part.
 
     Packed rows must give the very same, since packed documents do not see each other. Blocks are recomputed.
     """
     steps, rate = 5, 1e-2
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     size = number_of_rows(tokenizer, chat_file, 96)
     ours = learn_here(
         *("full_finetune", tmp_path / "ours", "--model_name_or_path", tiny_model, "--train_file", chat_file),

@@ -57,14 +57,13 @@ def test_learns_the_same_however_launched(launched, packing, config):
     assert_same_learning(one, other, atol=1e-4)
 
 
-def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path):
+def test_equals_a_plain_loop(tiny_model, tokenizer, chat_file, tmp_path):
     """PEFT and a hand-written padded loop with none of shared/; all samples in each batch, so order plays no part.
 
     Of packed rows: test_full_finetune.py.
     """
     steps, rate = 5, 1e-2
     rows = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     theirs = learn(
         *(tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),
         *("--validation_file", chat_file, "--seq_length", 96, "--lora_r", 4, "--lora_alpha", 8, "--learning_rate", rate),

@@ -33,9 +33,8 @@ def one_process(base, tmp_path_factory):
     return learn(tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
 
 
-def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
+def test_equals_a_plain_loop(text_file, tiny_model, tokenizer, tmp_path):
     """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     # Its own reading of the documented split and layout: documents ended by eos, in order, cut into windows.
     documents = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents]

@@ -215,9 +215,8 @@ def test_bad_input_is_one_line(base, sums, tiny_model, records, tmp_path):
         assert message in refusal("dpo", *flags, "--output_dir", tmp_path / "run"), message
 
 
-def test_what_pads_ends_no_answer(tiny_model):
+def test_what_pads_ends_no_answer(tokenizer):
     """As of Qwen's base, which names one token alone and ends turns with another; and of GPT-2, which has no other."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert padding_token(tokenizer) == tokenizer.convert_tokens_to_ids("<|pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
     tokenizer.pad_token = tokenizer.eos_token
