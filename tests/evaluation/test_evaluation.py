@@ -28,18 +28,6 @@ from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, of_one_
 from shared.images.files import Images
 from shared.process.errors import ConfigError
 
-
-def test_scores_of_a_batch_by_hand():
-    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 3.0], [1.0, 5.0, 2.0]])
-    result = scores(logits, torch.tensor([0, 1, IGNORED]))
-    assert (result.shape, result.dtype) == ((3, 5), torch.float32)
-    e = np.exp
-    first, second = e(2) / (e(2) + e(1) + 1), e(3) / (e(3) + 2)
-    assert result[0].tolist() == pytest.approx([0, 0, first, -np.log(first), 0], rel=1e-5)
-    assert result[1].tolist() == pytest.approx([1, 2, second, np.log(e(3) + 2), 1], rel=1e-5)
-    assert result[2, :2].tolist() == [IGNORED, 1]
-
-
 WEIGHT = torch.tensor([0.51, 25.5])  # of a class with 50 times the samples of the other, and of that
 
 
@@ -144,16 +132,6 @@ def test_the_figures_are_scikit_learns(data, classes, size):
     for name, expected in zip(("precision", "recall", "f1", "support"), by_class, strict=True):
         assert predictions.by_class[name].tolist() == pytest.approx(expected.tolist())
     assert all(type(value) is float for value in summary.values())
-
-
-def test_the_kind_of_labels_decides_the_figures():
-    for kind, row, figure in (
-        ("regression", [1.0, 2.0], "eval_mae"),
-        ("multi_label", [1.0, 0, 0.5, -1], "eval_map"),
-        ("single_label", [0, 0, 0.9, 0.1, 0], "eval_accuracy"),
-    ):
-        data = SimpleNamespace(problem_type=kind, classes=("a", "b"), validation=[None])
-        assert figure in kinds.evaluation_of(Accelerator(cpu=True), [torch.tensor([row])], data, "texts").summary
 
 
 def test_a_probability_of_just_the_threshold_is_a_yes_and_the_worst_sample_comes_first():

@@ -33,7 +33,7 @@ from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import LAUNCHER, run, slow
+from tests.conftest import LAUNCHER, learn_here, run, slow
 from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
 
@@ -446,7 +446,7 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
     server.files["/chats.jsonl.gz"] = content = gzip.compress(chat_file.read_bytes())
     flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--show_answers", 0)
     flags += ("--per_device_train_batch_size", 1, "--seq_length", 64, "--save_steps", 2)
-    expected = run("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
+    expected = learn_here("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
     secrets = password, signature, token = canary(40), canary(40), canary(40)
     url = f"http://me:{password}@127.0.0.1:{server.server_port}/chats.jsonl.gz?X-Amz-Signature={signature}&token={token}"
     settings = tmp_path / "run.yaml"  # not on the command line, which the launcher prints when a run fails

@@ -31,7 +31,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
         *("--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8, "--eval_steps", 4),
         *("--save_steps", 2, "--show_answers", 0, "--audit_data"),
     )
-    whole = run("lora_finetune", tmp_path / "whole", *flags)
+    whole = learn_here("lora_finetune", tmp_path / "whole", *flags)
     folder = tmp_path / "run"
     killed = with_fault("lora_finetune", folder, "update:kill@5", *flags, processes=2)
     assert killed.returncode != 0 and sorted(killed.losses) == [1, 2, 3, 4]

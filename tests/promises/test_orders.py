@@ -50,7 +50,7 @@ def test_samples_come_as_they_stand(template, flags_of, tmp_path):
 @pytest.mark.slow
 def test_they_do_after_a_kill_and_on_any_number_of_ranks(flags_of, tmp_path):
     flags = (*flags_of["lora_finetune"], *STEPS, "--order", "file", "--save_steps", 3)
-    whole = run("lora_finetune", tmp_path / "whole", *flags)
+    whole = learn_here("lora_finetune", tmp_path / "whole", *flags)
     assert with_fault("lora_finetune", tmp_path / "run", "update:kill@5", *flags, processes=4).returncode
     again = run("lora_finetune", tmp_path / "run", *flags, processes=2)
     assert "at step 3" in again.output and again.losses == pytest.approx(whole.losses, rel=1e-5)

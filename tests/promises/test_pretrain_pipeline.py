@@ -102,7 +102,7 @@ def test_what_a_model_does_to_its_logits_is_measured_and_anything_else_refused(f
     given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4, "--max_steps", 2]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=is_known)
     if is_known:
-        plain = run("pretrain", tmp_path / "plain", *given)
+        plain = learn_here("pretrain", tmp_path / "plain", *given)
         assert len(done.losses) == 2 and done.losses == pytest.approx(plain.losses, rel=1e-5)
     else:
         assert done.output.count("error: GraniteForCausalLM cannot be cut into pipeline stages") == 1
