@@ -194,7 +194,7 @@ def test_adapters_resume_bit_for_bit_and_serve_as_they_were_measured(base, tmp_p
     """With dropout. final/ is the base with the adapters merged in. Killed: test_text_classification.py."""
     model = bert(tmp_path / "model", dropout=0.1)
     flags = (*base, *HERE, "--per_device_train_batch_size", 4, "--lora_r", 4, "--model_name_or_path", model)
-    whole = learn(tmp_path / "whole", *flags, "--save_total_limit", 3)
+    whole = learn(tmp_path / "whole", *flags, "--save_total_limit", 9)
     again = learn(tmp_path / "run", *flags, "--resume_from_checkpoint", tmp_path / "whole/checkpoint-000004")
     assert_goes_on(whole, again, 4)
     given = ("--model_name_or_path", again.folder / "final", "--max_steps", 0, "--per_device_train_batch_size", 4)
