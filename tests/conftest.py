@@ -142,6 +142,13 @@ def offline(tmp_path_factory):
     gc.unfreeze()  # or extensions complain of leaks at the end
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> Path:
+    """Prepared data of this test alone."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def slow(*values: object):
     """A case of `parametrize` that the exhaustive tier alone runs: `pytest -m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
@@ -526,6 +533,14 @@ def python(*words: object, env: dict | None = None, cwd: Path = ROOT, timeout: f
     return subprocess.CompletedProcess(process.words, process.returncode, *texts)
 
 
+def shown(folder: Path, *words: object, code: int = 0) -> str:
+    """What `python -m shared WORDS` prints in a folder; or says, where it is to end with another code."""
+    env = launch_environment(dict(os.environ) | {"PYTHONPATH": str(ROOT)})
+    done = python("-m", "shared", *words, cwd=folder, env=env)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
+
+
 def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
     """The environment of a launch; with a fault, its actions can be imported (fault_actions.py)."""
     result = os.environ | (env or {})
@@ -538,15 +553,51 @@ def run(template: str, folder: Path, *args: object, check: bool = True, env: dic
     """
     paints = not args or "TESTS_PAINT" in (env or {})
     env = launch_environment(env) | ({} if paints else {"TESTS_SPARE": "1"})
+    saved = [max(folder.glob("checkpoint-*/MANIFEST.json"), default=None)]
     code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), env)
     if check:
         assert code == 0, output
+        saved.append(max(folder.glob("checkpoint-*/MANIFEST.json"), default=None))
+        if saved[0] != saved[1] and (expected := strategy(template, **kwargs)):
+            manifest = json.loads(saved[1].read_text())
+            assert manifest["strategy"].startswith(expected) and manifest["world_size"] == kwargs.get("processes", 1)
     return Run(folder, code, output)
+
+
+STRATEGIES = {  # by launch config, as a manifest names them; {1}: half of the processes
+    "ddp": "DDP x {0}",
+    "fsdp2": "FSDP2 x {0}",
+    "fsdp2_offload": "FSDP2 x {0}",
+    "hsdp": "HSDP 2 x {1}",
+    "tensor_parallel": "TP {0}",
+    "fsdp2_tensor_parallel": "FSDP2 {1} x TP 2",
+    "sequence_parallel": "DDP x {0} with SP 2",
+    "fsdp2_sequence_parallel": "FSDP2 {0} with SP 2",
+    "deepspeed_zero2": "ZeRO-2 x {0}",
+    "deepspeed_zero3": "ZeRO-3 x {0}",
+    "deepspeed_zero3_offload": "ZeRO-3 x {0}",
+}
+
+
+def strategy(template: str, processes: int = 1, config: str | None = None, precision: str = "no") -> str:
+    """How the manifest of such a run begins to say what it was launched as, or nothing if that is told elsewhere."""
+    if template == "pretrain_pipeline" or config not in (None, *STRATEGIES):
+        return ""
+    name = STRATEGIES[config or "ddp"].format(processes, processes // 2) if config or processes > 1 else "1 process"
+    return f"{name} on cpu, {'fp32' if precision == 'no' else precision}"
 
 
 def with_fault(template: str, folder: Path, fault: str, *args: object, **kwargs) -> Run:
     """`run` with a fault on purpose (fault_actions.py), which may end it."""
     return run(template, folder, *args, env={"TEMPLATES_FAULT": fault}, check=False, **kwargs)
+
+
+def continued(template: str, folder: Path, fault: str, *args: object, **kwargs) -> Run:
+    """What the same command gives after a fault has ended the run."""
+    assert with_fault(template, folder, fault, *args, **kwargs).returncode and not (folder / "final").exists()
+    again = run(template, folder, *args, **kwargs)
+    assert "resumed from" in again.output
+    return again
 
 
 def compare_families(what: str, config: str, folder: Path, families: Sequence[str]) -> list[dict[str, str]]:

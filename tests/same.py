@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from shared.commands.verify_resume import compare
+from shared.commands.verify_resume import MEASURED, compare
+from shared.run.checkpoint_files import checkpoints
+from shared.run.tensors import read_tensors
 from tests.conftest import Run
 
 
@@ -28,6 +30,20 @@ def assert_same_learning(
         else:
             apart, size = ((t.double().square().mean() ** 0.5).item() for t in (ours[name] - value, value))
             assert apart <= 1e-4 + 1e-3 * size, name
+
+
+def assert_goes_on(whole: Run, again: Run, step: int) -> None:
+    """A run that began at a checkpoint of another one learns the rest of it, bit for bit, and saves the same at its end.
+
+    final/ may be another: the best weights of the other run are not in its folder.
+    """
+    rest, found = (
+        [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in run.rows]
+        for run in (whole, again)
+    )
+    assert found and found == [row for row in rest if row["step"] > step]
+    ours, theirs = (read_tensors(checkpoints(run.folder)[-1]) for run in (again, whole))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def assert_same_bits(one: Run, other: Run) -> None:

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shared.models.classifier import name_classes
+from tests.conftest import WORDS
 
 VOCAB = 64
 
@@ -106,6 +108,26 @@ def of_images(name, classes):
     config = kind(**options, num_labels=len(classes))
     name_classes(config, classes)
     return config
+
+
+def save_bert(folder, head, *, cut=False, dropout=0.0, **options):
+    """A tiny BERT of this class beside a tokenizer of words, which may cut those of more than three letters in two."""
+    special, mask = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], ["[MASK]"] * (head is transformers.BertForMaskedLM)
+    pieces = {word[:3] for word in WORDS} | {f"##{word[3:]}" for word in WORDS if len(word) > 3} if cut else {*WORDS}
+    vocabulary = {piece: number for number, piece in enumerate([*special, *sorted(pieces), *mask])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    names |= {"mask_token": "[MASK]"} if mask else {}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    torch.manual_seed(1)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    shape |= {"max_position_embeddings": 96, "initializer_range": 0.2, "vocab_size": len(vocabulary)}
+    shape |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    head(transformers.BertConfig(**shape, **options)).save_pretrained(folder)
+    return folder
 
 
 def on_meta(config, auto_class=transformers.AutoModelForCausalLM):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from transformers import AutoModelForSequenceClassification, ConvNextImageProcessor
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM, ConvNextImageProcessor
 
 from shared.__main__ import commands
 from shared.commands import ask
@@ -26,7 +26,7 @@ from shared.config import parse as configs
 from shared.process import ranks
 from shared.text import forms, preferences
 from tests.conftest import LAUNCHER, ROOT, SHAPE, free_port, load_template, python, run_here, save_classifier
-from tests.extras.test_masked import save_masked_bert
+from tests.small_models import save_bert
 from tools.plan import PlanConfig
 
 README = (ROOT / "README.md").read_text()
@@ -323,7 +323,7 @@ def world(tmp_path_factory, tiny_model, user_files, text_file, image_folder, arc
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
     (folder / "masked").mkdir()
-    save_masked_bert(folder / "masked")
+    save_bert(folder / "masked", BertForMaskedLM, cut=True)
     shutil.copytree(tiny_model, folder / "scorer")
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained(folder / "scorer")
     shutil.copytree(image_folder, folder / "images")

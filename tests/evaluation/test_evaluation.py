@@ -28,18 +28,6 @@ from shared.evaluation.kinds import binary_cross_entropy, cross_entropy, of_one_
 from shared.images.files import Images
 from shared.process.errors import ConfigError
 
-
-def test_scores_of_a_batch_by_hand():
-    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 3.0], [1.0, 5.0, 2.0]])
-    result = scores(logits, torch.tensor([0, 1, IGNORED]))
-    assert (result.shape, result.dtype) == ((3, 5), torch.float32)
-    e = np.exp
-    first, second = e(2) / (e(2) + e(1) + 1), e(3) / (e(3) + 2)
-    assert result[0].tolist() == pytest.approx([0, 0, first, -np.log(first), 0], rel=1e-5)
-    assert result[1].tolist() == pytest.approx([1, 2, second, np.log(e(3) + 2), 1], rel=1e-5)
-    assert result[2, :2].tolist() == [IGNORED, 1]
-
-
 WEIGHT = torch.tensor([0.51, 25.5])  # of a class with 50 times the samples of the other, and of that
 
 
@@ -119,29 +107,6 @@ def made(labels, predicted, classes, *, confidence=0.5, losses=1.0, above=None):
     return of_one_label(rows, tuple(classes), "images")
 
 
-def test_the_summary_by_hand():
-    # class a: 2 of 3 found, 1 of what is called a is not; class b: 1 of 2 found, 2 called b, 1 rightly
-    predictions = made([0, 0, 0, 1, 1], [0, 0, 1, 1, 0], "ab", losses=[1, 2, 3, 4, 5])
-    mean = (2 / 3 + 1 / 2) / 2
-    expected = {"eval_loss": 3, "eval_accuracy": 0.6, "eval_macro_f1": mean, "eval_balanced_accuracy": mean}
-    assert predictions.summary == pytest.approx(expected | {"eval_matthews": 1 / 6})
-    by_class = predictions.by_class
-    assert by_class["precision"].tolist() == pytest.approx([2 / 3, 1 / 2])
-    assert by_class["recall"].tolist() == pytest.approx([2 / 3, 1 / 2])
-    assert by_class["support"].tolist() == [3, 2]
-
-
-def test_a_class_without_images_counts_once_it_is_predicted():
-    predictions = made([0, 0, 1, 1], [0, 2, 1, 1], "abc")
-    by_class = predictions.by_class
-    assert by_class["support"].tolist() == [2, 2, 0]
-    assert by_class["f1"].tolist() == pytest.approx([2 / 3, 1, 0])
-    assert predictions.summary["eval_macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
-    assert predictions.summary["eval_balanced_accuracy"] == pytest.approx((1 / 2 + 1) / 2)
-    assert made([0, 0, 1, 1], [0, 1, 1, 1], "abc").summary["eval_macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
-    assert all(type(value) is float for value in predictions.summary.values())
-
-
 @pytest.mark.parametrize("classes", [5, 6])
 def test_top_5_is_told_where_it_says_something(classes):
     above = [0, 4, 5, 1] if classes == 6 else [0, 4, 3, 1]
@@ -162,27 +127,11 @@ def test_the_figures_are_scikit_learns(data, classes, size):
     assert summary["eval_matthews"] == pytest.approx(metrics.matthews_corrcoef(labels, predicted))
     recalls = metrics.recall_score(labels, predicted, average=None, labels=sorted(set(labels)), zero_division=0)
     assert summary["eval_balanced_accuracy"] == pytest.approx(recalls.mean())
-
-
-def test_the_most_confident_mistake_comes_first():
-    predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
-    assert predictions.worst.tolist() == [2, 4, 1, 3]
-
-
-def test_the_kind_of_labels_decides_the_figures():
-    for kind, row, figure in (
-        ("regression", [1.0, 2.0], "eval_mae"),
-        ("multi_label", [1.0, 0, 0.5, -1], "eval_map"),
-        ("single_label", [0, 0, 0.9, 0.1, 0], "eval_accuracy"),
-    ):
-        data = SimpleNamespace(problem_type=kind, classes=("a", "b"), validation=[None])
-        assert figure in kinds.evaluation_of(Accelerator(cpu=True), [torch.tensor([row])], data, "texts").summary
-
-
-def test_one_answer_for_all_is_told():
-    of_all = "66.67% of 3 validation images are right; the model calls all of them 'b'"
-    assert made([0, 1, 1], [1, 1, 1], "ab").headline == of_all
-    assert made([0, 1, 1], [1, 1, 0], "ab").headline == "33.33% of 3 validation images are right"
+    options = {"labels": range(classes), "zero_division": 0}
+    by_class = metrics.precision_recall_fscore_support(labels, predicted, **options)
+    for name, expected in zip(("precision", "recall", "f1", "support"), by_class, strict=True):
+        assert predictions.by_class[name].tolist() == pytest.approx(expected.tolist())
+    assert all(type(value) is float for value in summary.values())
 
 
 def test_a_probability_of_just_the_threshold_is_a_yes_and_the_worst_sample_comes_first():
@@ -222,9 +171,8 @@ def run_dir(tmp_path):
 
 
 def test_the_files_of_an_evaluation(run_dir, pictures):
-    predictions = made(
-        [0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], confidence=[0.9, 0.6, 0.8, 0.7000004], losses=[0, 1, 2, 5]
-    )
+    given = {"confidence": [0.9, 0.6, 0.8, 0.7000004], "losses": [0, 1, 2, 5]}
+    predictions = made([0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], **given)
     assert predictions.write(run_dir, pictures(4)) == [run_dir / "confusion_matrix.png", run_dir / "mistakes.png"]
     content = json.loads((run_dir / "evaluation.json").read_text())
     half = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
@@ -239,6 +187,9 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
     }
     names = ["confusion_matrix.png", "evaluation.json", "mistakes.png", "predictions.csv"]
     assert sorted(p.name for p in run_dir.iterdir()) == names
+    of_all = "66.67% of 3 validation images are right; the model calls all of them 'b'"
+    assert made([0, 1, 1], [1, 1, 1], "ab").headline == of_all
+    assert made([0, 1, 1], [1, 1, 0], "ab").headline == "33.33% of 3 validation images are right"
     with (run_dir / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows] == [f"image {1000 + i}" for i in range(4)]  # in the order of the data
@@ -248,14 +199,6 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
             image.load()
             assert image.format == "PNG"
             assert len(np.unique(np.asarray(image.convert("L")))) > 5
-
-
-def test_without_mistakes_there_is_no_page(run_dir, pictures):
-    predictions = made([0, 1, 1], [0, 1, 1], "ab")
-    assert predictions.write(run_dir, pictures(3)) == [run_dir / "confusion_matrix.png"]
-    assert not (run_dir / "mistakes.png").exists()
-    content = json.loads((run_dir / "evaluation.json").read_text())
-    assert (content["accuracy"], content["mistakes"]) == (1.0, [])
 
 
 def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
@@ -277,6 +220,9 @@ def test_an_image_that_is_gone_costs_the_pictures_alone(run_dir, pictures, capsy
     assert made([0, 1, 1, 0], [1, 1, 0, 0], "ab").write(run_dir, samples) == []
     assert "warning: the evaluation's pictures cannot be drawn (" in capsys.readouterr().err
     assert (run_dir / "evaluation.json").exists() and (run_dir / "predictions.csv").exists()
+    right = made([0, 1, 1], [0, 1, 1], "ab")
+    assert right.write(run_dir, pictures(3)) == [run_dir / "confusion_matrix.png"]  # no page without mistakes
+    assert json.loads((run_dir / "evaluation.json").read_text())["mistakes"] == []
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font

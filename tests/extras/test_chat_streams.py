@@ -18,7 +18,7 @@ from shared.extras.streaming.chats import read_stream
 from shared.models.tokenizers import load_tokenizer
 from shared.text import chat
 from shared.text.options import ChatConfig
-from tests.conftest import refusal, run, sentence, slow, with_fault, write_lines
+from tests.conftest import continued, learn_here, refusal, run, sentence, slow, write_lines
 
 HELD_OUT = 5
 
@@ -42,12 +42,8 @@ def files(rows, tmp_path_factory):
     (folder / "parts").mkdir()
     for n in range(3):
         write_lines(folder / f"parts/{n}.jsonl", records[n * 21 : n * 21 + 21])
-    return {
-        "lines": lines,
-        "gzip": folder / "chats.jsonl.gz",
-        "parquet": folder / "chats.parquet",
-        "folder": folder / "parts",
-    }
+    packed = {"gzip": folder / "chats.jsonl.gz", "parquet": folder / "chats.parquet"}
+    return {"lines": lines, "folder": folder / "parts"} | packed
 
 
 def opened(file, tokenizer, share=None, **options):
@@ -115,10 +111,9 @@ def flags_of(file, model):
 def test_a_killed_run_continues_and_ranks_learn_the_same(template, files, tiny_model, tmp_path):
     flags = (*flags_of(files["folder"], tiny_model), "--save_steps", 3, "--eval_steps", 4)
     whole = run(template, tmp_path / "whole", *flags, processes=2)
-    alone = run(template, tmp_path / "alone", *flags)
+    alone = learn_here(template, tmp_path / "alone", *flags)
     assert alone.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert with_fault(template, tmp_path / "run", "update:kill@6", *flags, processes=2).returncode != 0
-    again = run(template, tmp_path / "run", *flags, processes=2)
+    again = continued(template, tmp_path / "run", "update:kill@6", *flags, processes=2)
     assert "read from document" in again.output and again.losses == whole.losses
     for name, weight in whole.weights().items():
         assert torch.equal(weight, again.weights()[name])

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import shutil
 
 import numpy as np
@@ -15,15 +14,8 @@ from shared.extras.comparisons.compare import compared, verdict
 from shared.extras.comparisons.reproduce import compared as rows_compared
 from shared.process.errors import ConfigError
 from shared.process.files import read_json_lines
-from tests.conftest import ROOT, instead, launch_environment, python, run, slow, write_lines
+from tests.conftest import ROOT, SHAPE, Run, instead, run, shown, slow, write_lines
 from tests.security.conftest import flip
-
-
-def shown(folder, *words, code=0):
-    env = launch_environment(dict(os.environ) | {"PYTHONPATH": str(ROOT)})
-    done = python("-m", "shared", *words, cwd=folder, env=env)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
 
 
 def logged(folder, after=0):
@@ -36,9 +28,10 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures):
     tiny = ("--model_name_or_path", tiny_model, "--show_answers", 0, "--eval_samples", 6)
     common = ("--max_steps", 6, "--save_steps", 2, "--save_total_limit", 9, "--global_batch_size", 4)
     common += ("--per_device_train_batch_size", 2)
+    text = ("--train_file", text_file, "--vocab_size", 300, "--config_overrides", SHAPE)
     images = ("--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 32)
     return {
-        "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 32, *common),
+        "pretrain": (*text, "--seq_length", 32, *common),
         "lora_finetune": ("--train_file", chat_file, *tiny, "--seq_length", 64, "--learning_rate", 0.01, *common),
         "full_finetune": ("--train_file", chat_file, *tiny, "--seq_length", 64, *common),
         "dpo": ("--max_train_samples", 40, "--show_answers", 0, "--seq_length", 64, "--eval_samples", 4, *common),
@@ -74,30 +67,27 @@ def test_a_fork_continues_as_its_parent_did_unless_something_differs(template, p
     assert "learning_rate was 0.001, now 0.002 (changes what is learned)" in out
     assert "save_steps was 2, now 1 (does not change what is learned)" in out
     assert [row["step"] for row in RunFolder(tmp_path / "other").before if "loss" in row] == [1, 2, 3, 4]
-    assert [row[0] for row in logged(tmp_path / "other")] == [5, 6] and logged(tmp_path / "other") != logged(
-        tmp_path / "same"
-    )
+    same, other = (logged(tmp_path / name) for name in ("same", "other"))
+    assert [row[0] for row in other] == [5, 6] and other != same
     card = (tmp_path / "other/final/README.md").read_text()
     assert "parent/checkpoint-000004" in card and "learning_rate" in card
     parent = json.loads((tmp_path / "other/parent.json").read_text())
     assert parent["step"] == 4 and parent["changed"]["learning_rate"] == [0.001, 0.002]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "parent").rglob("*")} == before
-    assert "no checkpoint of step 3 (of 2, 4, 6)" in shown(
-        tmp_path, "fork", "parent", "--step", 3, *fork[4:], "x", *command, code=2
-    )
+    said = shown(tmp_path, *instead(fork, "--step", 3), "x", *command, code=2)
+    assert "no checkpoint of step 3 (of 2, 4, 6)" in said
 
     found = shown(tmp_path, "compare", "parent", "other")
     assert "learning_rate: 0.001, 0.002" in found and "other began with" in found and "training losses part at step" in found
     assert "accuracy: " in found and (tmp_path / "compare.png").stat().st_size > 5000
-    assert "the same, bit for bit" in shown(tmp_path, "reproduce", "parent", "--steps", "3..6", *command)
+    again = ("reproduce", "parent", "--steps", "3..6", *command)
+    assert "the same, bit for bit" in shown(tmp_path, *again)
     receipts(tmp_path, command)
     changed = tmp_path / "parent/metrics.jsonl"
     rows = [*read_json_lines(changed)]
     rows[[row["step"] for row in rows].index(5)]["loss"] *= 1.001
     write_lines(changed, rows)
-    assert "error: not the same: loss at step 5" in shown(
-        tmp_path, "reproduce", "parent", "--steps", "3..6", *command, code=3
-    )
+    assert "error: not the same: loss at step 5" in shown(tmp_path, *again, code=3)
 
 
 def receipts(folder, command):
@@ -130,18 +120,14 @@ def test_losses_are_compared_sample_by_sample_and_against_the_noise_of_seeds(fla
     flags = [*map(str, instead(flags_of["lora_finetune"], "--train_file", lines)), "--validation_split_percentage", "20"]
     flags = [*instead(instead(flags, "--eval_samples", "40"), "--max_steps", "12")]
     command = ["--", "accelerate", "launch", f"{ROOT}/templates/lora_finetune.py"]
-    out = shown(
-        tmp_path, "repeat", "--seeds", 3, "--output_dir", "noise", *command, *flags, "--merge_adapter", "--report_to", "none"
-    )
+    more = (*flags, "--merge_adapter", "--report_to", "none")
+    out = shown(tmp_path, "repeat", "--seeds", 3, "--output_dir", "noise", *command, *more)
     values = json.loads((tmp_path / "noise/noise.json").read_text())
     assert len(values["loss"]) == 3 and len({*values["loss"]}) == 3 and "two seeds differ by at most" in out
     run("lora_finetune", tmp_path / "low", *flags, "--learning_rate", 1e-6)
     out = shown(tmp_path, "compare", "low", "noise/seed-0", "--noise", "noise", "--json", *command)
     (row,) = json.loads(out)["pairs"][0]["samples"]
-    ends = [
-        [r["eval_loss"] for r in read_json_lines(tmp_path / f / "metrics.jsonl") if "eval_loss" in r]
-        for f in ("low", "noise/seed-0")
-    ]
+    ends = [Run(tmp_path / name, 0, "").each("eval_loss") for name in ("low", "noise/seed-0")]
     assert row["values"] == pytest.approx([min(end) for end in ends], rel=1e-5)  # final/ has the best weights
     assert row["low"] < row["difference"] < row["high"] < 0
     assert row["verdict"].startswith("better, beyond the noise of seeds")
@@ -185,15 +171,10 @@ def test_seeds_alone_are_hardly_ever_called_better_or_worse():
     for _ in range(1000):
         seeds, (a, b) = rng.normal(3.0, 0.02, 3), rng.normal(3.0, 0.02, 2)
         mean, _, most = noise_of(seeds)
-        assert most == pytest.approx(t.ppf(0.975, 2) * np.std(seeds, ddof=1) * 2**0.5) and mean == pytest.approx(
-            seeds.mean()
-        )
-        found = (
-            paired(np.full(40, a), np.full(40, b) + rng.normal(0, 1e-4, 40), np.ones(40), lower=True)
-            if len(said) < 40
-            else None
-        )
-        if found:
+        assert most == pytest.approx(t.ppf(0.975, 2) * np.std(seeds, ddof=1) * 2**0.5)
+        assert mean == pytest.approx(seeds.mean())
+        if len(said) < 40:
+            found = paired(np.full(40, a), np.full(40, b) + rng.normal(0, 1e-4, 40), np.ones(40), lower=True)
             assert found.is_known or abs(a - b) < 1e-3
             said.append(verdict("loss", found, most, 40))
         else:

@@ -1,7 +1,7 @@
 """Other engines that sample: the weights in training are theirs at each rollout, and what differs is weighed."""
 
 import os
-import subprocess
+import signal
 import sys
 import threading
 import urllib.request
@@ -11,7 +11,7 @@ import torch
 
 from shared.extras import engines
 from shared.process.errors import ConfigError
-from tests.conftest import ROOT, free_port, load_template, refusal, run, slow, write_lines
+from tests.conftest import LAUNCHER, ROOT, free_port, load_template, refusal, run, slow, write_lines
 
 KEY = {"VLLM_API_KEY": "a-key-that-no-log-has"}
 
@@ -27,19 +27,21 @@ class Keeper:
 
     def keep(self):
         while not self.ended:
-            argv = [sys.executable, ROOT / "tests/vllm_stand_in.py", str(self.port), str(self.model)]
-            argv += [str(self.dies_after)] if not self.starts and self.dies_after else []
+            words = [ROOT / "tests/vllm_stand_in.py", self.port, self.model]
+            words += [self.dies_after] if not self.starts and self.dies_after else []
             self.starts += 1
-            self.process = subprocess.Popen(argv, env={**os.environ, **KEY, "PYTHONPATH": str(ROOT)})
+            env = {**os.environ, **KEY, "PYTHONPATH": str(ROOT)}
+            self.process = LAUNCHER.start(words, sys.__stdout__, sys.__stderr__, env)
             self.process.wait()
 
     def __enter__(self):
+        LAUNCHER.address()  # started by this thread alone
         self.thread.start()
         return self
 
     def __exit__(self, *error):
         self.ended = True
-        self.process.kill()
+        os.kill(self.process.pid, signal.SIGKILL)
         self.thread.join()
 
 
@@ -106,9 +108,8 @@ def test_continuous_batching_samples_from_the_weights_in_training(base, tmp_path
 
 
 def test_continuous_batching_of_a_part_of_the_weights_is_refused(base, tmp_path):
-    other = run(
-        "grpo", tmp_path / "run", *base[1], "--rollout_engine", "continuous", processes=2, config="fsdp2", check=False
-    )
+    given = (*base[1], "--rollout_engine", "continuous")
+    other = run("grpo", tmp_path / "run", *given, processes=2, config="fsdp2", check=False)
     assert other.returncode and "--rollout_engine continuous: needs all weights in each process" in other.output
 
 

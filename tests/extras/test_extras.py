@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from shared import extras
 from shared.run import exits
-from tests.conftest import LAUNCHER, MISSING, ROOT, free_port, learn_here, load_template, run_here, write_lines
+from tests.conftest import LAUNCHER, MISSING, ROOT, free_port, load_template, run_here, write_lines
 from tools import extras as extras_of
 from tools import new
 
@@ -92,7 +92,7 @@ ALONE = {  # extra: template, launch config of two processes, flags
     "rehearsal": ("lora_finetune", None, (*TEXT, "--find_batch_size", "--dress_rehearsal", "--show_answers", 0)),
     "remote": ("lora_finetune", None, ("--seq_length", 64, "--train_file", "{url}", "--show_answers", 0)),
     "replicas": ("pretrain", "ddp", (*TEXT, "--vocab_size", 300, "--sync_every", 2)),
-    "reward_model": ("dpo", None, ("--seq_length", 64, "--max_train_samples", 60, "--loss_type", "reward")),
+    "reward_model": ("dpo", None, ("--seq_length", 64, "--train_file", "{pairs}", "--loss_type", "reward")),
     "sequence": ("lora_finetune", "sequence_parallel", (*TEXT, "--show_answers", 0)),
     "streaming": ("pretrain", None, (*TEXT, *STREAM)),
     "tagging": ("token_classification", "ddp", ("--seq_length", 32, "--validation_split_percentage", 2)),
@@ -115,7 +115,8 @@ def inputs(tmp_path_factory, image_folder, tiny_model):
     picture = {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]}
     paths = {"one": write_lines(folder / "a.jsonl", rows), "other": write_lines(folder / "b.jsonl", rows)}
     paths |= {"tar": folder / "photos.tar", "pictures": write_lines(folder / "c.jsonl", [picture]), "tiny": tiny_model}
-    paths["asked"] = write_lines(folder / "d.jsonl", asked)
+    pairs = [{"prompt": f"{n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(60)]
+    paths |= {"asked": write_lines(folder / "d.jsonl", asked), "pairs": write_lines(folder / "e.jsonl", pairs)}
     paths["mirror"] = folder / "mirror"
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
@@ -149,13 +150,6 @@ def test_a_run_that_asks_for_a_missing_extra_ends_with_one_line(monkeypatch, tmp
     missing = f"shared/extras/{extra} is not in this project: add it with the line that its README.md gives"
     assert str(end).startswith(missing)
     assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-def test_the_summary_names_the_extras_of_a_run(tmp_path, inputs):
-    flags = ("--train_file", inputs["one"], inputs["other"], "--mix_weights", 1, 2, "--max_steps", 0, "--seq_length", 32)
-    flags = (*flags, "--show_answers", 0, "--global_batch_size", 2)
-    done = learn_here("lora_finetune", tmp_path / "run", *flags)
-    assert re.search(r"^  extras +.*\bmixture\b", done.summary, re.M) and done.rows[0]["step"] == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
-from transformers import AutoTokenizer
 
 from shared.data.loader import Loader, Share
 from shared.data.order import Mixed, permute, training_order
@@ -132,10 +131,8 @@ def test_shares_hold_in_every_stretch(weights):
 
 
 @pytest.mark.parametrize("kind", ["chat", "labelled", "corpus"])
-def test_each_source_of_a_mixture_is_validated_on_its_own_split(kind, tiny_model, tmp_path, monkeypatch):
+def test_each_source_of_a_mixture_is_validated_on_its_own_split(kind, tokenizer, tmp_path, own_cache):
     """One that is named for all, --validation_split_name, is another in each data set."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     words = {"a": "the model reads", "b": "a line of text"}
     for name, text in words.items():
         (tmp_path / name).mkdir()

@@ -16,7 +16,8 @@ from shared.extras.proofs._launches import LAUNCHES, Launcher
 from shared.extras.proofs._small import with_small_model
 from shared.extras.proofs.check import NAMES, Checks
 from shared.extras.proofs.verify_launch import HINTS, Difference, hint, lines_of, report, verify, why_not
-from tests.conftest import ROOT, python, sentence, slow, write_lines
+from tests.conftest import ROOT, SHAPE, python, sentence, slow, write_lines
+from tests.plain_loop import turn
 from tests.run import test_edits
 
 FOLDER = Path(__file__).parent
@@ -52,17 +53,13 @@ def flags_of(text_file, image_folder, tiny_model, tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(5)
     words = [sentence(rng, rng.randint(1, 120) if n % 3 else 1) for n in range(150)]
     asked = [sentence(rng, rng.randint(1, 9)) for _ in words]
-    messages = [
-        [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in zip(asked, words, strict=True)
-    ]
-    chats = write_lines(folder / "chats.jsonl", [{"messages": each} for each in messages])
-    pairs = write_lines(
-        folder / "pairs.jsonl",
-        [{"prompt": q, "chosen": a, "rejected": sentence(rng, 3)} for q, a in zip(asked, words, strict=True)],
-    )
+    both = [*zip(asked, words, strict=True)]
+    chats = write_lines(folder / "chats.jsonl", [{"messages": [turn("user", q), turn("assistant", a)]} for q, a in both])
+    pairs = [{"prompt": q, "chosen": a, "rejected": sentence(rng, 3)} for q, a in both]
+    pairs = write_lines(folder / "pairs.jsonl", pairs)
     tuned = ["--model_name_or_path", tiny_model, "--seq_length", 64, "--learning_rate", 0.01, "--train_file"]
     return {
-        "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
+        "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32, "--config_overrides", SHAPE],
         "lora_finetune": [*tuned, chats, "--lora_dropout", 0.3],
         "full_finetune": [*tuned, chats],
         "dpo": [*tuned, pairs],
@@ -90,10 +87,12 @@ def command_of(tmp_path, flags_of):
     return command
 
 
-@pytest.mark.parametrize("diff", EDITS + RIGHT, ids=lambda path: path.stem)
-def test_an_edit_applies(diff, tmp_path):
+def test_all_edits_apply(tmp_path):
     """To the templates as they are; most are tried by the exhaustive tier alone."""
-    edited(tmp_path / "project", diff.read_text())
+    edited(tmp_path)
+    for diff in EDITS + RIGHT:
+        done = subprocess.run(["git", "apply", "--check", diff], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, (diff, done.stderr)
 
 
 @pytest.mark.parametrize("diff", cases(WRONG))
@@ -126,9 +125,8 @@ def test_a_right_edit_passes(diff, launcher, command_of, tmp_path):
 def test_a_documented_edit_passes(diff, launcher, tmp_path, text_file, image_folder):
     template, flags = test_edits.edited(tmp_path, diff, text_file, image_folder)
     command = ["accelerate", "launch", str(tmp_path / f"templates/{template}.py"), *map(str, flags)]
-    checks = [
-        *Checks(launcher, command, tmp_path).all(["rows", "ddp2"], ["launches", "sum", "gradients", "frozen", "final"])
-    ]
+    only = ["launches", "sum", "gradients", "frozen", "final"]
+    checks = [*Checks(launcher, command, tmp_path).all(["rows", "ddp2"], only)]
     assert [check for check in checks if check.status == "failed"] == []
 
 

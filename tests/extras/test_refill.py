@@ -11,19 +11,7 @@ from shared.models.generation import generate
 from tests.model_families import make
 
 # Rows of keys and values alone; what keeps a state of another shape, or sees padding, is answered as before.
-FAMILIES = (
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "gpt2",
-    "gpt_neox",
-    "olmo2",
-    "mistral",
-    "gpt_oss",
-)
+FAMILIES = "llama qwen3 qwen3_moe gemma2 gemma3_text phi3 gpt2 gpt_neox olmo2 mistral gpt_oss".split()  # noqa: SIM905
 OTHERS = ("mamba2", "qwen3_next", "falcon_h1")
 
 
@@ -35,30 +23,29 @@ def loaded(family, folder):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_each_prompt_alone(family, tmp_path, monkeypatch):
-    """Greedy and sampled, of many lengths, in a batch of four of thirteen rows."""
+    """Greedy and sampled, of many lengths, in a batch of three of eight rows."""
     monkeypatch.setattr(refill, "SEGMENT", 3)
     model = loaded(family, tmp_path)
     assert can_refill(model)
     rng = np.random.default_rng(1)
     tokens = model.get_input_embeddings().num_embeddings
-    prompts = [rng.integers(1, tokens, rng.integers(1, 30)).tolist() for _ in range(13)]
-    draws = rng.random((13, 24))
+    prompts = [rng.integers(1, tokens, rng.integers(1, 30)).tolist() for _ in range(8)]
+    draws = rng.random((8, 14))
+
+    def answer(n, given, most, ends=()):
+        own = None if given is None else given[[n], :most]
+        return generate(model, [prompts[n]], max_new_tokens=most, ends=ends, draws=own)[0]
+
     for given in (None, draws):
-        first = [
-            generate(model, [ids], max_new_tokens=9, ends=(), draws=None if given is None else draws[[n], :9])[0]
-            for n, ids in enumerate(prompts)
-        ]
-        ends = tuple({ids[at] for ids, at in zip(first, range(9), strict=False)})  # as they come, soon and late
-        asked = {"max_new_tokens": 24, "ends": ends}
-        alone = [
-            generate(model, [ids], **asked, draws=None if given is None else draws[[n]])[0] for n, ids in enumerate(prompts)
-        ]
+        first = [answer(n, given, 6) for n in range(6)]
+        asked = {"max_new_tokens": 14, "ends": tuple({ids[at] for at, ids in enumerate(first)})}  # soon and late
+        alone = [answer(n, given, 14, asked["ends"]) for n in range(8)]
         assert len({len(ids) for ids in alone}) > 2
         calls = []
         monkeypatch.setattr(refill, "generate", lambda *a, to=calls, **k: to.append(len(a[1])) or generate(*a, **k))
-        found = dict(Refill(model, prompts, **asked, draws=given).answers([*range(12, -1, -1)], 4))
+        found = dict(Refill(model, prompts, **asked, draws=given).answers([*range(7, -1, -1)], 3))
         monkeypatch.setattr(refill, "generate", generate)
-        assert max(calls) == 4 and [found[n] for n in range(13)] == alone
+        assert max(calls) == 3 and [found[n] for n in range(8)] == alone
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -5,9 +5,10 @@ import gzip
 import hashlib
 import json
 import logging
+import os
 import random
 import resource
-import subprocess
+import signal
 import sys
 import threading
 import zlib
@@ -18,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from shared.config.options import BatchConfig
 from shared.data import prepared, store
@@ -33,7 +33,7 @@ from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import ROOT, run, slow
+from tests.conftest import LAUNCHER, learn_here, run, slow
 from tests.data.test_records import PACK
 from tests.security.test_secrets import canary, files_with
 
@@ -123,9 +123,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, own_cache):
     """A server of its own cache, with pauses of no time and no login of the machine's."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "PAUSES", (0.0, 0.01, 0.02))
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -177,9 +176,8 @@ def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, name
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_path, scheme):
+def test_it_is_fetched_again_only_when_it_has_changed(server, tokenizer, tmp_path, scheme):
     url = {"http": f"{server.root}/b/a.jsonl", "s3": "s3://b/a.jsonl"}[scheme]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     content = server.files["/b/a.jsonl"] = b'{"text": "line 7"}\n' * 20
     encode = corpus.EncodeDocuments(tokenizer, "text")
 
@@ -356,19 +354,20 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
     code = "import sys; from shared.extras.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
-    command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
+    words = ["-c", code, f"{server.root}/a.jsonl"]
     goes_on = threading.Event()
     reached = threading.Event()
     server.drops, server.before_body = [100_000], lambda: (reached.set(), goes_on.wait(60))
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert reached.wait(60)
-    assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
-    first.kill()
-    first.wait()
-    goes_on.set()
-    server.drops, server.before_body = [], lambda: None
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [int(run.communicate()[0]) for run in runs] == [len(ROWS)] * 2
+    with (tmp_path / "said").open("w+") as said:
+        first = LAUNCHER.start(words, said, sys.__stderr__)
+        assert reached.wait(60)
+        assert {path.suffix for path in (tmp_path / "cache" / "remote").iterdir()} == {".new", ".lock"}
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        goes_on.set()
+        server.drops, server.before_body = [], lambda: None
+        assert [run.wait() for run in [LAUNCHER.start(words, said, sys.__stderr__) for _ in range(2)]] == [0, 0]
+    assert (tmp_path / "said").read_text() == f"{len(ROWS)}\n" * 2
     assert [part for _, _, part in server.requests].count("bytes=0-") == 2  # of the first, and of one of these
     (copy,) = (tmp_path / "cache" / "remote").iterdir()
     assert (copy / "copy-a.jsonl").read_bytes() == ROWS
@@ -407,11 +406,10 @@ def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
     assert server.requests == []
 
 
-def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
+def test_only_the_main_rank_fetches(server, tokenizer, chat_file, monkeypatch):
     """Another rank takes part in what is decided together and asks nothing itself."""
     server.files["/a.jsonl"] = chat_file.read_bytes()
     config = ChatConfig(train_file=(f"{server.root}/a.jsonl",), preprocessing_num_workers=1)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     decided = []
 
     def decide(function):
@@ -430,9 +428,8 @@ def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
     assert server.requests == []
 
 
-def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, tiny_model):
+def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, tokenizer):
     server.files["/b/text.jsonl"] = text_file.read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def windows(url):
         batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=4)
@@ -449,7 +446,7 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
     server.files["/chats.jsonl.gz"] = content = gzip.compress(chat_file.read_bytes())
     flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--show_answers", 0)
     flags += ("--per_device_train_batch_size", 1, "--seq_length", 64, "--save_steps", 2)
-    expected = run("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
+    expected = learn_here("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
     secrets = password, signature, token = canary(40), canary(40), canary(40)
     url = f"http://me:{password}@127.0.0.1:{server.server_port}/chats.jsonl.gz?X-Amz-Signature={signature}&token={token}"
     settings = tmp_path / "run.yaml"  # not on the command line, which the launcher prints when a run fails

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 
@@ -14,7 +13,7 @@ from shared.process.files import read_json_lines
 from shared.run.run import Run as RunOfTemplate
 from shared.run.setup import Setup
 from shared.training.step import Step
-from tests.conftest import ROOT, learn_here, python, run, run_here, slow, write_lines
+from tests.conftest import ROOT, learn_here, run, run_here, shown, slow, write_lines
 
 COMMON = ("--save_steps", 1, "--save_total_limit", 9, "--audit_data", "--global_batch_size", 6)
 FEW = ("--max_steps", 4, "--per_device_train_batch_size", 3)
@@ -27,6 +26,8 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures, tmp_
     rows = [{"text": f"the model reads {'many ' * (n % 7)}lines {n}", "label": "abc"[n % 3]} for n in range(60)]
     labelled = write_lines(folder / "labelled.jsonl", rows)
     pairs = [{"prompt": f"Say {n}.", "chosen": f"Here: {n} " * (n % 5 + 1), "rejected": "No."} for n in range(40)]
+    sums = [{"prompt": f"{a} + {b} = ", "answer": str(a + b)} for a in range(6) for b in range(4)]
+    sums = write_lines(folder / "sums.jsonl", sums)
     tiny = ("--model_name_or_path", tiny_model)
     chats = ("--train_file", chat_file, *tiny, "--seq_length", 128, "--show_answers", 0, "--eval_samples", 2)
     few = ("--show_answers", 0, "--seq_length", 64, "--eval_samples", 2)
@@ -35,7 +36,7 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures, tmp_
         "lora_finetune": (*chats, "--lora_dropout", 0.2),
         "full_finetune": (*chats, "--packing", "off"),
         "dpo": ("--train_file", write_lines(folder / "pairs.jsonl", pairs), *tiny, *few),
-        "grpo": ("--group_size", 4, "--max_new_tokens", 3, "--eval_answers", 2, "--show_answers", 0),
+        "grpo": ("--train_file", sums, *tiny, "--group_size", 4, "--max_new_tokens", 8, "--eval_answers", 2, *few[:2]),
         "text_classification": ("--train_file", labelled, *tiny, "--seq_length", 32),
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 32),
     }
@@ -70,7 +71,7 @@ IN_SLOW = ("pretrain", "full_finetune", "text_classification")
 
 @pytest.mark.parametrize("template", ["lora_finetune", "dpo", "grpo", "image_classification", *map(slow, IN_SLOW)])
 def test_a_step_again_is_the_sum_of_its_samples(template, flags_of, tmp_path, monkeypatch):
-    flags = (*flags_of[template], *COMMON, *FEW)
+    flags = (*flags_of[template], *COMMON, *FEW, "--max_steps", 3)
     learn_here(template, tmp_path / "run", *flags)
     row = losses_of(tmp_path / "run")[3]
     found = replayed(monkeypatch, tmp_path, template, tmp_path / "run", 3, set(), *flags)
@@ -102,12 +103,6 @@ def test_a_step_again_is_the_sum_of_its_samples(template, flags_of, tmp_path, mo
     assert losses_of(tmp_path / "run")[3] == row  # the run is as it was
 
 
-def shown(folder, *words, check=0):
-    done = python("-m", "shared", "replay", *words, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == check, done.stdout + done.stderr
-    return done.stdout if check == 0 else done.stderr
-
-
 @pytest.mark.parametrize(
     ("processes", "config"),
     [(1, None), slow(2, "ddp"), slow(2, "fsdp2"), slow(2, "tensor_parallel"), slow(2, "sequence_parallel")],
@@ -122,7 +117,7 @@ def test_the_command_shows_a_step_on_any_launch(processes, config, tmp_path, fla
         launcher += ["--config_file", f"{ROOT}/accelerate_configs/{config}.yaml", "--mixed_precision", "no"]
         launcher += ["--num_processes", str(processes)]
     command = ["--", *launcher, f"{ROOT}/templates/lora_finetune.py"]
-    out = shown(tmp_path, "run", "--step", 4, *command)
+    out = shown(tmp_path, "replay", "run", "--step", 4, *command)
     assert out.count("the same, bit for bit") == 2 and out.count("step ") >= 3, out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     if config == "sequence_parallel":
@@ -135,14 +130,14 @@ def test_the_command_shows_a_step_on_any_launch(processes, config, tmp_path, fla
     assert all(("gradient" in part) == (config in (None, "ddp")) for part in parts)
     if config is None:
         left_out = parts[0]["sample"]
-        out = shown(tmp_path, "run", "--step", 4, "--without", left_out, "--into", tmp_path / "without", *command)
+        out = shown(tmp_path, "replay", "run", "--step", 4, "--without", left_out, "--into", tmp_path / "without", *command)
         rest = [part for part in parts if part["sample"] != left_out]
         expected = sum(part["loss"] for part in rest) / sum(part["targets"] for part in rest)
         assert f"without {left_out}:" in out and f"loss {expected:.4g}"[:9] in out
         shutil.rmtree(tmp_path / "run/checkpoint-000001")
-        said = shown(tmp_path, "run", "--step", 2, "--into", "other", *command, check=2)
+        said = shown(tmp_path, "replay", "run", "--step", 2, "--into", "other", *command, code=2)
         assert "no checkpoint before step 2 (there is 2, 3, 4): --from_start" in said
-        out = shown(tmp_path, "run", "--step", 2, "--into", "other", "--from_start", *command)
+        out = shown(tmp_path, "replay", "run", "--step", 2, "--into", "other", "--from_start", *command)
         assert out.count("the same, bit for bit") == 2
 
 

@@ -130,16 +130,8 @@ def talkative(tiny_model, tmp_path_factory):
     flags = ("--model_name_or_path", folder / "model", "--train_file", file, "--validation_file", file, "--max_turns", 3)
     flags += ("--max_new_tokens", 160, "--global_batch_size", 4, "--group_size", 4, "--per_device_train_batch_size", 3)
     flags += ("--per_device_eval_batch_size", 3, "--max_steps", 4, "--eval_steps", 2, "--save_steps", 1, "--full")
-    return folder / "grpo", (
-        *flags,
-        "--eval_answers",
-        5,
-        "--learning_rate",
-        1e-3,
-        "--updates_per_rollout",
-        2,
-        "--audit_data",
-    )
+    flags += ("--eval_answers", 5, "--learning_rate", 1e-3, "--updates_per_rollout", 2, "--audit_data")
+    return folder / "grpo", flags
 
 
 LOGGED = ("loss", "grad_norm", "reward", "answer_tokens", "cut_answers", "eval_reward", "clipped")
@@ -151,17 +143,17 @@ def whole(talkative, tmp_path_factory):
     return run(str(template), tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", slow("tensor_parallel")])
+@pytest.mark.parametrize("config", ["fsdp2", slow("tensor_parallel")])
 def test_conversations_are_the_same_on_two_ranks(talkative, whole, tmp_path, config):
+    """Also where a rank has nothing to answer in a round, but its part of the weights."""
     template, flags = talkative
     other = run(str(template), tmp_path / "run", *flags, processes=2, config=config)
-    assert other.manifest(4)["world_size"] == 2
     assert len(whole.each("grad_norm")) == 4 and min(whole.each("grad_norm")) > 1e-3
     for name in LOGGED:
         assert other.each(name) == pytest.approx(whole.each(name), abs=2e-4), name
     rows = [json.loads(line) for line in (whole.folder / "rollouts.jsonl").read_text().splitlines()]
     assert max(row["answer"].count("go on") for row in rows) == 2  # three answers
-    for name in ("rollouts.jsonl", "answers.jsonl"):  # also where a rank has nothing to answer in a round
+    for name in ("rollouts.jsonl", "answers.jsonl"):
         assert (other.folder / name).read_text() == (whole.folder / name).read_text(), name
 
 
@@ -283,7 +275,7 @@ def examples() -> list[dict]:
     made = []
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         names = {"Any": Any, "re": re}
-        exec(block, names)
+        exec(block.replace("RLIMIT_CPU, (5, 5)", "RLIMIT_CPU, (1, 1)"), names)
         made.append(names)
     return made
 
@@ -291,12 +283,8 @@ def examples() -> list[dict]:
 @pytest.mark.skipif(subprocess.run(["unshare", "-rn", "true"]).returncode != 0, reason="no namespaces for users here")
 def test_the_examples_of_the_page_work():
     calculator, code = examples()
-    for asked, result in (
-        ("2 * (3 + 4) / 7", "2.0"),
-        ("2 ** 99", "numbers and"),
-        ("1 / 0", "zero"),
-        ("__import__('os')", "numbers"),
-    ):
+    results = {"2 * (3 + 4) / 7": "2.0", "2 ** 99": "numbers and", "1 / 0": "zero", "__import__('os')": "numbers"}
+    for asked, result in results.items():
         (message,) = calculator["turn"]([{"role": "assistant", "content": f"<calculate>{asked}</calculate>"}], {})
         assert message["role"] == "tool" and result in message["content"]
     assert calculator["turn"]([{"role": "assistant", "content": "it is 4"}], {}) is None

@@ -30,6 +30,7 @@ from shared.text.images import see_images
 from shared.text.options import ChatConfig, VisionConfig
 from tests.conftest import instead, learn_here, run, slow, write_lines
 from tests.run.test_evaluate import evaluated
+from tests.same import assert_goes_on
 from tests.vision_models import FAMILIES, make
 from tools import audit
 
@@ -143,8 +144,8 @@ def test_tokens_inputs_and_losses_are_those_of_plain_transformers(models, three,
     assert len(samples.collate([samples[2]])["labels"]) == 2  # a small image stands in
 
 
-BASE = ("--max_steps", 6, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
-BASE += ("--eval_samples", 5, "--show_answers", 0, "--save_steps", 3, "--dataloader_num_workers", 1)
+BASE = ("--max_steps", 4, "--global_batch_size", 8, "--per_device_train_batch_size", 2, "--seq_length", 256)
+BASE += ("--eval_samples", 5, "--show_answers", 0, "--save_steps", 2, "--dataloader_num_workers", 1)
 BASE += ("--metric_for_best_model", "none")
 
 
@@ -164,23 +165,21 @@ def one_process(base, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("processes", "config", "flags", "strategy"),
+    ("processes", "config", "flags"),
     [
-        (2, "fsdp2", EACH_ONE, "FSDP2 x 2"),  # ranks without an image at many steps
-        slow(2, "ddp", SEES, "DDP x 2"),
-        slow(1, None, ("--per_device_train_batch_size", 8), "1 process"),
-        slow(2, "deepspeed_zero3", EACH_ONE, "ZeRO-3 x 2"),
-        slow(4, "hsdp", EACH_ONE, "HSDP 2 x 2"),
-        slow(2, "tensor_parallel", (), "TP 2"),
-        slow(4, "fsdp2", (*SEES, *EACH_ONE), "FSDP2 x 4"),
+        (2, "fsdp2", EACH_ONE),  # ranks without an image at many steps
+        slow(2, "ddp", SEES),
+        slow(1, None, ("--per_device_train_batch_size", 8)),
+        slow(4, "fsdp2", (*SEES, *EACH_ONE)),
     ],
 )
-def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, config, flags, strategy):
-    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks."""
+def test_every_launch_learns_the_same(one_process, base, tmp_path, processes, config, flags):
+    """Half of the micro-batches of single rows have no image; of the tower, what images reach is trained on all ranks.
+
+    Every other launch: test_support.py.
+    """
     reference = one_process(*(SEES if "--train_vision" in flags else ()))
     result = run("full_finetune", tmp_path / "run", *base, *flags, processes=processes, config=config)
-    manifest = result.manifest(6)
-    assert (manifest["world_size"], manifest["strategy"]) == (processes, f"{strategy} on cpu, fp32")
     assert result.losses == pytest.approx(reference.losses, rel=1e-5)
     assert result.last("eval_loss") == pytest.approx(reference.last("eval_loss"), rel=1e-5)
 
@@ -375,10 +374,8 @@ def test_images_are_mixed_with_texts_in_any_order(base, many, tmp_path):
     first = records[1][1][many.name]
     assert [sum(sample < first for sample in samples) for _, _, samples in records.values()] == [6, 6, 6]
     parts = json.loads((tmp_path / "run/data.json").read_text())["parts"]
-    assert parts[str(tmp_path / "texts.jsonl")]["samples"] == 12 and parts["in all"]["found"].keys() <= {
-        "duplicates",
-        "overlap",
-    }
+    assert parts[str(tmp_path / "texts.jsonl")]["samples"] == 12
+    assert parts["in all"]["found"].keys() <= {"duplicates", "overlap"}
 
 
 def with_template(model, folder, change):
@@ -449,11 +446,8 @@ def test_a_model_that_does_not_see_or_sees_otherwise_is_refused(tiny_model, mode
 def test_a_resumed_run_repeats_the_rest_bit_for_bit(base, one_process, tmp_path):
     """With worker processes."""
     straight = one_process()
-    start = straight.folder / "checkpoint-000003"
-    again = run("full_finetune", tmp_path / "run", *base, "--resume_from_checkpoint", start)
-    assert again.losses == {step: loss for step, loss in straight.losses.items() if step > 3}
-    ours, theirs = again.weights(), straight.weights()
-    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    start = straight.folder / "checkpoint-000002"
+    assert_goes_on(straight, run("full_finetune", tmp_path / "run", *base, "--resume_from_checkpoint", start), 2)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from shared.rollouts.options import PromptConfig
 from shared.rollouts.prompts import read_prompts
 from shared.rollouts.rollouts import Rollouts
 from shared.text.options import VisionConfig
-from tests.conftest import instead, learn_here, load_template, refusal, run, slow, with_fault, write_lines
+from tests.conftest import continued, instead, learn_here, load_template, refusal, run, slow, write_lines
 from tests.extras.test_vision import models, noise, picture, turn
 from tests.same import assert_same_bits
 
@@ -88,20 +88,8 @@ BASE += ("--max_grad_norm", 0, "--warmup_steps", 0, "--metric_for_best_model", "
 @pytest.fixture(scope="module")
 def base(models, pairs):
     flags = (*BASE, "--model_name_or_path", models("qwen2_5_vl"), "--train_file", pairs, "--validation_file", pairs)
-    return (
-        *flags,
-        "--max_steps",
-        4,
-        "--global_batch_size",
-        10,
-        "--beta",
-        0.5,
-        "--eval_steps",
-        2,
-        "--save_steps",
-        1,
-        "--audit_data",
-    )
+    flags += ("--max_steps", 3, "--global_batch_size", 10, "--beta", 0.5, "--eval_steps", 2, "--save_steps", 1)
+    return (*flags, "--audit_data")
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +99,16 @@ def one_process(base, tmp_path_factory):
     return cache(lambda *more: learn_here("dpo", tmp_path_factory.mktemp("one") / "run", *base, *flags, *more))
 
 
+def load(folder):
+    return load_causal_lm(str(folder), attn_implementation="auto", dtype=torch.float32).eval()
+
+
 def test_losses_are_those_of_a_plain_loop(models, pairs, one_process):
     """A second model, which sees the images, is the reference; one answer goes forward at a time."""
     ours = one_process("--full")
     folder = models("qwen2_5_vl")
     processor = AutoProcessor.from_pretrained(folder)
-    model, reference = (
-        load_causal_lm(str(folder), attn_implementation="auto", dtype=torch.float32).eval() for _ in range(2)
-    )
+    model, reference = (load(folder) for _ in range(2))
     records = [json.loads(line) for line in pairs.read_text().splitlines()]
     both = [[answered(processor, messages) for messages in plain(record, pairs.parent)] for record in records]
 
@@ -133,7 +123,7 @@ def test_losses_are_those_of_a_plain_loop(models, pairs, one_process):
         assert abs(log_prob(reference, blind, both[0][0][1]) - fixed[0][0]) > 1e-3  # it sees
     language = [parameter for name, parameter in model.named_parameters() if "visual" not in name]
     optimizer = torch.optim.AdamW(language, lr=1e-3, weight_decay=0.0)
-    for step in range(4):
+    for step in range(3):
         losses = []
         for pair, at_first in zip(both, fixed, strict=True):
             chosen, rejected = (log_prob(model, *each) - old for each, old in zip(pair, at_first, strict=True))
@@ -154,11 +144,10 @@ def test_each_launch_learns_the_same_and_a_kill_changes_nothing(one_process, bas
     alone = one_process("--lora_r", 4)
     flags = (*base, "--lora_r", 4, "--per_device_train_batch_size", 1, "--dataloader_num_workers", 1)
     whole = run("dpo", tmp_path / "whole", *flags, processes=2, config=config)
-    assert whole.manifest(4)["world_size"] == 2 and alone.each("loss")[-1] < 0.6
+    assert alone.each("loss")[-1] < 0.6
     for name in ("loss", "eval_loss", "rewards/margins", "logps/rejected"):
         assert whole.each(name) == pytest.approx(alone.each(name), rel=1e-5, abs=1e-5), name
-    assert with_fault("dpo", tmp_path / "run", "update:kill@3", *flags, processes=2, config=config).returncode
-    assert_same_bits(whole, run("dpo", tmp_path / "run", *flags, processes=2, config=config))
+    assert_same_bits(whole, continued("dpo", tmp_path / "run", "update:kill@2", *flags, processes=2, config=config))
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +175,8 @@ def of_digits(models, prompts, tmp_path_factory):
     chats = [[as_turn(row), turn("assistant", str(digit))] for row in rows for digit in range(3)]
     rows = [{"messages": chat, "images": rows[number // 3]["images"]} for number, chat in enumerate(chats)]
     flags = ("--train_file", write_lines(prompts.parent / "chats.jsonl", rows), "--learning_rate", 1e-2, "--max_steps", 24)
-    flags += (
-        "--model_name_or_path",
-        models("qwen2_5_vl"),
-        "--global_batch_size",
-        8,
-        "--seq_length",
-        256,
-        "--show_answers",
-        0,
-    )
+    flags += ("--model_name_or_path", models("qwen2_5_vl"), "--global_batch_size", 8, "--seq_length", 256)
+    flags += ("--show_answers", 0)
     return learn_here("full_finetune", tmp_path_factory.mktemp("digits") / "run", *flags).folder / "final"
 
 
@@ -233,7 +214,7 @@ def test_answers_and_their_loss_are_those_of_a_plain_loop(of_digits, prompts):
     )  # fmt: skip
     tokenizer = load_tokenizer(str(of_digits))
     train, _ = read_prompts(config, tokenizer)
-    model = load_causal_lm(str(of_digits), attn_implementation="auto", dtype=torch.float32).eval()
+    model, before = (load(of_digits) for _ in range(2))
     rollouts = Rollouts(config, train, tokenizer, Share(0, 1, torch.device("cpu")))
     state = SimpleNamespace(state=SimpleNamespace(step=1), is_main=False)
     totals, _ = rollouts.sample(state, model, template.rewards)
@@ -247,7 +228,6 @@ def test_answers_and_their_loss_are_those_of_a_plain_loop(of_digits, prompts):
 
     processor = AutoProcessor.from_pretrained(of_digits)
     records = [json.loads(line) for line in prompts.read_text().splitlines()]
-    before = load_causal_lm(str(of_digits), attn_implementation="auto", dtype=torch.float32).eval()
     terms = []
     ends = {processor.tokenizer.eos_token_id, processor.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     with torch.no_grad():
@@ -283,7 +263,7 @@ def rewarded(of_digits, prompts):
     return (
         *("--model_name_or_path", of_digits, "--train_file", prompts, "--validation_file", prompts, "--max_new_tokens", 3),
         *("--global_batch_size", 4, "--group_size", 4, "--per_device_train_batch_size", 2, "--learning_rate", 5e-3),
-        *("--per_device_eval_batch_size", 5, "--max_steps", 4, "--eval_steps", 2, "--save_steps", 1, "--lora_r", 4),
+        *("--per_device_eval_batch_size", 5, "--max_steps", 3, "--eval_steps", 2, "--save_steps", 1, "--lora_r", 4),
         *("--updates_per_rollout", 2, "--eval_answers", 5, "--show_answers", 1, "--audit_data", "--save_total_limit", 9),
     )
 
@@ -295,11 +275,9 @@ def test_rewards_teach_the_same_on_each_launch_and_a_kill_changes_nothing(reward
     alone = learn_here("grpo", tmp_path / "one", *flags)
     assert min(alone.each("equal_groups")) < 1 and max(alone.each("kl")) > 0 and max(alone.each("grad_norm")) > 1e-3
     whole = run("grpo", tmp_path / "whole", *flags, processes=2, config=config)
-    assert whole.manifest(4)["world_size"] == 2
     for name in ("loss", "kl", "reward", "grad_norm", "eval_reward", "answer_tokens"):
         assert whole.each(name) == pytest.approx(alone.each(name), abs=2e-4), name
-    assert with_fault("grpo", tmp_path / "run", "update:kill@4", *flags, processes=2, config=config).returncode
-    assert_same_bits(whole, run("grpo", tmp_path / "run", *flags, processes=2, config=config))
+    assert_same_bits(whole, continued("grpo", tmp_path / "run", "update:kill@2", *flags, processes=2, config=config))
     AutoProcessor.from_pretrained(whole.folder / "final")
 
 

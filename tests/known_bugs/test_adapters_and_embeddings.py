@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, GenerationMixin
+from transformers import AutoModelForCausalLM, Gemma3Config, GenerationMixin
 
 from shared.commands import ask
 from shared.models.adapters import add_adapters
@@ -58,13 +58,12 @@ def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
         assert capsys.readouterr().err == f"the adapter of {tmp_path} is trained further\n" + expected
 
 
-def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, chat_file, capsys, monkeypatch):
+def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, tokenizer, chat_file, capsys, monkeypatch):
     """Qwen3#1064 (2025), LLaMA-Factory#7943 (2025): a base model with an adapter never stopped after its turn.
 
     Also merged, by the Python of the page, by `ask`, and trained further.
     """
     shutil.copytree(tiny_model, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|pad|>\\n' }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
@@ -97,9 +96,8 @@ def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model,
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["pretraining", "modules_to_save"])
-def test_the_end_of_text_token_is_learned_where_it_pads_too(tmp_path, tiny_model, save):
+def test_the_end_of_text_token_is_learned_where_it_pads_too(tmp_path, tokenizer, save):
     """h2o-llmstudio#298 (2023): the embedding of the token that pads got no gradient, though it ends every text."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     end = tokenizer.eos_token_id
     if save:
         model = add_adapters(llama(pad_token_id=end, eos_token_id=end), AdapterConfig(modules_to_save=("embed_tokens",)))
@@ -112,14 +110,13 @@ def test_the_end_of_text_token_is_learned_where_it_pads_too(tmp_path, tiny_model
     assert embedding.grad[end].abs().sum() > 0
 
 
-def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, tiny_model):
+def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, tokenizer):
     """The same bug: the outer config of Gemma 3 got the vocabulary and the padding token, which nothing reads there."""
     shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
     text = {"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 99, "layer_types": None}
     vision = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     Gemma3Config(text_config=shape | text, vision_config=shape | vision).save_pretrained(tmp_path)
     config = ModelConfig(config_name=str(tmp_path), config_overrides="intermediate_size=40")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = build_causal_lm(config, tokenizer, seq_length=8, attn_implementation="sdpa", tie_word_embeddings=False)
     embedding, text = model.get_input_embeddings(), model.config.text_config
     assert (embedding.num_embeddings, embedding.padding_idx) == (len(tokenizer), None)
@@ -128,9 +125,8 @@ def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, t
     assert (text.vocab_size, text.eos_token_id, text.pad_token_id) == expected
 
 
-def test_tokens_that_were_never_trained_are_named(tiny_model, capsys):
+def test_tokens_that_were_never_trained_are_named(tokenizer, capsys):
     """unsloth#658 (2024): a base's rows of chat tokens are zero, or all alike, and LoRA leaves them so."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>", "<|c|>", "<|d|>"]})
     a, b, c, d = tokenizer.convert_tokens_to_ids(["<|a|>", "<|b|>", "<|c|>", "<|d|>"])
     model = llama(vocab_size=len(tokenizer))

@@ -78,20 +78,6 @@ def test_each_form_of_a_call_without_a_text_is_learned(learns, template, said):
     assert learns([USER, call, result, LAST], template) == written
 
 
-def test_a_call_that_begins_a_conversation_is_refused(learns):
-    """The header of an answer cannot be told from the name that is called."""
-    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
-        learns([CALL, {"role": "tool", "content": "it saw"}, LAST], CALLS)
-
-
-def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
-    """Phi-3's template passes over the role, and the answer was learned without what it rests on."""
-    messages = [USER, ANSWER, {"role": "tool", "content": "sunny " * 9}, LAST]
-    dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
-    assert len(learns(messages, dropping)) == 2
-    assert learns.noted("lost") == [f"here, message 3: {('sunny ' * 9)[:40]!r}"]
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -107,21 +93,31 @@ def test_a_call_that_cannot_be_read_is_refused(learns, value, said):
 
 
 STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +")  # as DeepSeek-R1's template does
+DROPPING = CHATML.replace("in messages %}", "in messages if m['role'] != 'tool' %}")  # as Phi-3's
+LAST_ALONE = headed(marked("{{ m['content'] + '<|im_end|>' }}", when="loop.last"))
+LONG = "since a line " * 9
+SAID, SAW = "says what<|im_end|>", "it saw many<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("template", "answer", "lost"),
+    ("template", "messages", "learned", "lost"),
     [
-        (CHATML, {**ANSWER, "reasoning_content": "since a line " * 9}, ("since a line " * 9)[:40]),
-        (CHATML, {**ANSWER, "tool_calls": CALL["tool_calls"]}, "look"),
-        (STRIPPED, {**ANSWER, "content": "<think>since</think>says what"}, "<think>since</think>says what"),
+        (CHATML, [{**ANSWER, "reasoning_content": LONG}], [SAID], (2, LONG[:40])),
+        (CHATML, [{**ANSWER, "tool_calls": CALL["tool_calls"]}], [SAID], (2, "look")),
+        (STRIPPED, [{**ANSWER, "content": "<think>since</think>says what"}], [SAID], (2, "<think>since</think>says what")),
+        (DROPPING, [ANSWER, {"role": "tool", "content": LONG}, LAST], [SAID, SAW], (3, LONG[:40])),
+        (LAST_ALONE, [ANSWER, MORE, LAST], [SAW], (2, "says what")),
+        (LAST_ALONE, [CALL, MORE, LAST], [SAW], (2, "look")),
     ],
-    ids=["reasoning", "call", "thoughts in the answer"],
+    ids=["reasoning", "call", "thoughts in the answer", "result", "turn that is not marked", "call that is not marked"],
 )
-def test_words_that_the_template_does_not_write_are_counted(learns, template, answer, lost):
+def test_words_that_the_template_does_not_write_are_counted(learns, template, messages, learned, lost):
     """trl#6361 (2026): a template dropped the reasoning, and the rest was learned in silence."""
-    assert learns([USER, answer], template) == ["says what<|im_end|>"]
-    assert learns.noted("lost") == [f"here, message 2: {lost!r}"]
+    assert learns([USER, *messages], template) == learned
+    assert learns.noted("lost") == ["here, message {}: {!r}".format(*lost)]
+
+
+def test_words_that_the_template_writes_as_json_are_not_lost(learns):
     written = {**ANSWER, "content": 'says\n "what"', "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}]}
     body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
     learns([USER, written], headed(body))
@@ -304,15 +300,6 @@ def test_a_marked_turn_that_ends_in_an_emoji_is_learned_whole(learns, loss_on):
     assert learns.noted("lost") == []
 
 
-def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
-    """A template marked the last answer only, and the others were not learned, in silence."""
-    template = headed(marked("{{ m['content'] + '<|im_end|>' }}", when="loop.last"))
-    assert learns([USER, ANSWER, MORE, LAST], template) == ["it saw many<|im_end|>"]
-    assert learns.noted("lost") == ["here, message 2: 'says what'"]
-    assert learns([USER, CALL, MORE, LAST], template) == ["it saw many<|im_end|>"]
-    assert learns.noted("lost") == ["here, message 2: 'look'"]
-
-
 TOUCHING = "{% for m in messages %}" + marked("{{ m.content + '<|im_end|>' }}", "m.role != 'user'") + "{% endfor %}"
 JOINED = (  # answers without a turn between them share one header and one end, as in Gemma 4's template
     "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -362,8 +349,9 @@ TIGHT = PLAIN.replace("+ '\n\n' }}", "}}").replace("### ", "\n\n### ")
 def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
     """Where the template has no tokens of its own, nobody can tell which of two places ends such an answer."""
     says = {"role": "assistant", "content": "says\n\n### user:\ncomes next\n\n### assistant:\nwhat"}
-    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
-        learns([USER, says, MORE, LAST], PLAIN)
+    for messages, template in (([USER, says, MORE, LAST], PLAIN), ([CALL, {"role": "tool", "content": "it"}, LAST], CALLS)):
+        with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+            learns(messages, template)  # the header of an answer cannot be told from the name that is called
     assert learns([USER, says, USER, LAST], PLAIN)[1] == "it saw many<|endoftext|>"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from shared.models import attention
 from shared.models.loss import causal_lm_loss
@@ -18,13 +18,12 @@ from tests.conftest import learn_here
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, tiny_model, tmp_path, monkeypatch):
+def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, tiny_model, tokenizer, tmp_path, monkeypatch):
     """Llama 3 (arXiv 2407.21783, 2024), section 3.2, masks attention between documents. Here there was no such option.
 
     The loss of sequences is that of their documents alone, and still counts the first token of the next document.
     """
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     config = CorpusConfig(train_file=(str(text_file),), validation_split_percentage=5.0)
     train, validation, *_ = corpus.open_corpus(config, tokenizer, 64, isolate=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

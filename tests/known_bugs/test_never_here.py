@@ -128,9 +128,8 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
     assert layer.weight.grad.flatten().tolist() == pytest.approx([8**-0.5] * 6)
 
 
-def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_training(tmp_path, monkeypatch):
+def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_training(tmp_path, own_cache):
     """A common report: two ImageFolders number their classes on their own, so a class that one lacks shifts the others."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     for split, names in (("train", ("cat", "dog", "owl")), ("val", ("dog", "owl"))):
         for kind, name in enumerate(names):
             paint(tmp_path / "data" / split / name / "0.png", kind, 0, (8, 8))

@@ -1,8 +1,6 @@
 """Prepared tokens are those of this text, this tokenizer and this code."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,12 +11,11 @@ from shared.data.store import prepare_sources
 from shared.models import tokenizers
 from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, python
 
 
-def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, monkeypatch):
+def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, own_cache):
     """open-instruct#1862 (2026): the width was chosen by the number of tokens, and 70000 became 4464."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     plain = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1, "b": 70000}, unk_token="a"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
@@ -29,9 +26,8 @@ def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, monkeyp
     assert train[0]["input_ids"].tolist() == [1, 70000] * 4
 
 
-def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_file, text_file, tiny_model):
+def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, own_cache, chat_file, text_file, tiny_model):
     """datasets#3297 (2021): a cache outlived the code that filled it, so an edited template learned from old samples."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
 
     def folders() -> list[Path]:
@@ -53,9 +49,8 @@ def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_
     assert folders()[1] != text
 
 
-def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, text_file, tiny_model):
+def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, own_cache, text_file, tiny_model):
     """The token before each text may be set outside of the tokenizer's own file, which alone was looked at."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
     first = prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))[0][""]
     for module in (corpus, tokenizers):
@@ -71,6 +66,5 @@ def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):
     with (tmp_path / "shared/config/parse.py").open("a") as file:
         file.write("print('the second checkout')\n")
     script = tmp_path / "templates/pretrain.py"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
+    done = python(script, "--help", env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and "the second checkout" in done.stdout, done.stderr

@@ -63,8 +63,7 @@ def word_piece():
 
 
 @pytest.fixture(params=[bpe, unigram, word_piece])
-def tokenizer(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+def tokenizer(request, tmp_path, own_cache):
     return request.param()
 
 
@@ -113,9 +112,8 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     assert pairs == expected and pairs[2:4] == tokenizer(PLAIN[2:], PLAIN[:1:-1])["input_ids"]
 
 
-def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
+def test_streams_tokenise_as_prepared_data_do(tmp_path, own_cache):
     """The tokenizer goes to another process without its setting."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer, texts = bpe(), [f"a </s> {text}" for text in PLAIN * 5]
     documents = tokens_of(tokenizer, texts, tmp_path, "documents")
     source = StreamSource("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
@@ -128,12 +126,11 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
         assert len(found) == 160
 
 
-def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeypatch):
+def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, own_cache):
     """PiPPy#308 (2022), KoBART#21 (2022): All examples must have the same number of <eos> tokens. Here one text ended a run.
 
     The trained model scores such a text, too, in a pipeline.
     """
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     shape = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
@@ -157,9 +154,8 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     assert [scores["bad"], scores["good"]] == pytest.approx(expected, abs=1e-6)
 
 
-def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypatch, capsys):
+def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, own_cache, capsys):
     """tokenizers#787 (2021): a message that quotes `<|endoftext|>` has that token in it. Here nothing said so."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     quoting, fine = ({"role": "user", "content": text} for text in ("what is <|endoftext|>", "what is a line"))
     answers = [{"role": "assistant", "content": text} for text in ("<|endoftext|> or <|pad|>", "a text")]

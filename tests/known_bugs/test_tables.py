@@ -9,7 +9,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
 
 from shared.data.records import load_hub, read_records
 from shared.extras.streaming.sources import Cursor, read_hub
@@ -128,13 +127,11 @@ def test_lines_between_tabs_stay_lines(tmp_path, capsys, text, expected):
 
 
 @pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")])
-def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, columns):
+def test_messages_as_json_text_are_messages(tmp_path, own_cache, tokenizer, columns):
     """TRL's conversational data (https://huggingface.co/docs/trl/dataset_formats, 2025) in CSV are JSON in cells.
 
     These were learned as literal text.
     """
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     config, work = (PreferenceConfig, preferences.ToPairs) if "chosen" in columns else (ChatConfig, chat.ToSamples)
     records = []
     for i in range(6):

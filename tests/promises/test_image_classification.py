@@ -21,7 +21,7 @@ from transformers import AutoModelForImageClassification, pipeline
 from shared.run.tensors import saved_tensors
 from tests.conftest import instead, learn_here, load_template, paint, refusal, run, save_classifier, slow
 from tests.plain_loop import losses_of, pixels_of
-from tests.same import assert_same_learning
+from tests.same import assert_goes_on, assert_same_learning
 
 learn = partial(learn_here, "image_classification")
 
@@ -29,6 +29,7 @@ AUGMENTED = (
     *("--auto_augment", "randaugment", "--random_erasing", 0.3, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
     *("--crop_min_scale", 0.5),
 )
+MEMORY = ("--gradient_checkpointing", "full")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,9 @@ def one_process(base, tmp_path_factory):
 
 @pytest.mark.parametrize(("config", "per_device"), [("ddp", 2), ("fsdp2", 4)])
 def test_learns_the_same_however_launched(one_process, base, image_folder, tmp_path, config, per_device):
-    """DDP also reads tar files of the same images."""
+    """DDP also reads tar files of the same images, FSDP2 in worker processes."""
     flags = (*base, "--per_device_train_batch_size", per_device)
+    flags += ("--dataloader_num_workers", 1) if config == "fsdp2" else ()
     if config == "ddp":
         for split in ("train", "val"):
             with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
@@ -58,7 +60,6 @@ def test_learns_the_same_however_launched(one_process, base, image_folder, tmp_p
         assert base[0] == "--train_dir"
         flags = ("--train_file", tmp_path / "train.tar", "--validation_file", tmp_path / "val.tar", *flags[2:])
     other = run("image_classification", tmp_path / "run", *flags, processes=2, config=config)
-    assert (other.manifest(12)["world_size"], other.manifest(12)["strategy"]) == (2, f"{config.upper()} x 2 on cpu, fp32")
     assert_same_learning(one_process, other, atol=None)
     assert {*np.diff([0, *one_process.each("images")]).tolist()} == {8, 5}  # a ragged batch ends an epoch
     ours, theirs = other.evaluation, one_process.evaluation
@@ -95,16 +96,13 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
             assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())
 
 
-@pytest.mark.parametrize("architecture", ["vit", "timm"])
 @pytest.mark.slow
-def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
+def test_batchnorm_is_sharded(base, architectures, tmp_path):
     """Under FSDP2 as under DDP: moving average and best weights, too. Few steps: BatchNorm of 4 magnifies rounding."""
-    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
+    flags = (*base, "--config_name", architectures / "timm", "--per_device_train_batch_size", 4, "--image_size", 32)
     flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-4)
-    flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0") if architecture == "vit" else flags
     sharded = run("image_classification", tmp_path / "fsdp2", *flags, processes=2, config="fsdp2")
     ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
-    assert sharded.manifest(4)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert_same_learning(ddp, sharded, rel=1e-4, atol=None)
 
 
@@ -173,7 +171,7 @@ def test_equals_a_plain_loop(architectures, tmp_path):
     assert theirs.last("eval_loss") == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["convnext", slow("resnet"), slow("timm")])
+@pytest.mark.parametrize("architecture", ["convnext", slow("timm")])
 def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures, base, tmp_path, architecture):
     config = transformers.AutoConfig.from_pretrained(architectures / architecture)
     if architecture == "timm":  # whose own size is another
@@ -247,20 +245,11 @@ print(json.dumps(answers))"""
         assert -np.log(scores).mean() == pytest.approx(expected[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        ("--dataloader_num_workers", "2"),
-        slow(("--torch_compile",)),
-        slow(("--gradient_checkpointing", "full", "--config_name", "vit")),
-    ],
-    ids=lambda e: e[0].strip("-"),
-)
-def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, architectures, tmp_path, extra):
-    flags, reference = (*base, "--per_device_train_batch_size", 8), one_process
-    if "vit" in extra:
-        flags, extra = (*flags, "--config_name", architectures / "vit"), extra[:2]
-        reference = learn(tmp_path / "reference", *flags)
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "extra"), [("convnext", ["--torch_compile"]), ("vit", MEMORY)])
+def test_speed_and_memory_flags_do_not_change_what_is_learned(base, architectures, tmp_path, architecture, extra):
+    flags = (*base, "--per_device_train_batch_size", 8, "--config_name", architectures / architecture)
+    reference = learn(tmp_path / "reference", *flags)
     assert_same_learning(reference, learn(tmp_path / "run", *flags, *extra), rel=1e-4, atol=None)
 
 
@@ -270,8 +259,8 @@ def test_other_optimizers_and_layer_decay_learn_and_resume(base, architectures, 
     flags = (*flags, "--learning_rate", 0.05 if optimizer == "sgd" else 5e-3, "--config_name", architectures / "vit")
     whole = learn(tmp_path / "whole", *flags)
     assert whole.last("eval_loss") < whole.each("eval_loss")[0]
-    resumed = learn(tmp_path / "resumed", *flags, "--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
-    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > 6}
+    start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
+    assert_goes_on(whole, learn(tmp_path / "resumed", *flags, *start), 6)
 
 
 def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from shared.process.version import version
 from tests.conftest import LAUNCHER, ROOT, instead, launch_environment, learn_here, refusal, run, write_lines
 from tests.plain_loop import loss_of_chats, losses_of, padded_chats
-from tests.same import assert_same_learning
+from tests.same import assert_goes_on, assert_same_learning
 
 learn = partial(learn_here, "lora_finetune")
 
@@ -42,7 +42,8 @@ def launched(base, tmp_path_factory):
             flags = (*base, packing, "--per_device_train_batch_size", 4 if processes == 1 else 1)
             folder = tmp_path_factory.mktemp("run")
             how = {"processes": processes, "config": config, "env": {} if config else {"TESTS_PAINT": "1"}}
-            runs[packing, config] = run("lora_finetune", folder, *flags, **how)
+            is_quiet = packing == "--no_packing" and not config  # of which nobody asks what it says
+            runs[packing, config] = learn(folder, *flags) if is_quiet else run("lora_finetune", folder, *flags, **how)
         return runs[packing, config]
 
     return launch
@@ -51,21 +52,18 @@ def launched(base, tmp_path_factory):
 @pytest.mark.parametrize(("packing", "config"), [("--packing", "ddp"), ("--no_packing", "fsdp2")])
 def test_learns_the_same_however_launched(launched, packing, config):
     one, other = launched(packing), launched(packing, 2, config)
-    assert other.manifest(8)["world_size"] == 2
-    assert other.manifest(8)["strategy"] == f"{config.upper()} x 2 on cpu, fp32"
     assert len(one.weights()) == 2 * 2 * len(LAYERS)
     # AdamW's first steps have the size of the rate whatever the gradient, so rounding near zero shows most there.
     assert_same_learning(one, other, atol=1e-4)
 
 
-def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path):
+def test_equals_a_plain_loop(tiny_model, tokenizer, chat_file, tmp_path):
     """PEFT and a hand-written padded loop with none of shared/; all samples in each batch, so order plays no part.
 
     Of packed rows: test_full_finetune.py.
     """
     steps, rate = 5, 1e-2
     rows = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     theirs = learn(
         *(tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),
         *("--validation_file", chat_file, "--seq_length", 96, "--lora_r", 4, "--lora_alpha", 8, "--learning_rate", rate),
@@ -93,7 +91,6 @@ def test_a_checkpoint_holds_the_adapter_only_and_resumes_elsewhere(base, launche
     assert size < 3 * adapters + 2000 * 4 * len(ddp.weights())  # weights, two moments, headers; no base
     flags = (*base, "--packing", "--per_device_train_batch_size", 2, "--resume_from_checkpoint", start)
     other = run("lora_finetune", tmp_path, *flags, processes=2, config="fsdp2")
-    assert other.manifest(8)["strategy"] == "FSDP2 x 2 on cpu, fp32"
     assert other.losses == pytest.approx({step: loss for step, loss in ddp.losses.items() if step > 4}, rel=1e-5)
 
 
@@ -152,13 +149,12 @@ def test_an_evaluation_leaves_4_bit_weights_as_they_are(base, tmp_path, monkeypa
 def test_a_head_that_is_trained_is_sharded_saved_and_resumed(base, tmp_path):
     """FSDP2 keeps the head's weights gathered after a forward, such as the look at packing before the first step."""
     flags = (*base, "--modules_to_save", "lm_head", "embed_tokens", "--per_device_train_batch_size", 2)
-    one = run("lora_finetune", tmp_path / "one", *flags)
+    one = learn(tmp_path / "one", *flags)
     two = run("lora_finetune", tmp_path / "two", *flags, processes=2, config="fsdp2")
-    assert two.manifest(8)["world_size"] == 2 and two.manifest(8)["strategy"].startswith("FSDP2 x 2")
     assert_same_learning(one, two, atol=1e-4)
     start = tmp_path / "two" / "checkpoint-000004"
     again = run("lora_finetune", tmp_path / "again", *flags, "--resume_from_checkpoint", start, processes=2, config="fsdp2")
-    assert again.losses == {step: loss for step, loss in two.losses.items() if step > 4}
+    assert_goes_on(two, again, 4)
     assert any("lm_head" in name for name in one.weights())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from shared.data.store import Store
 from shared.models.tokenizers import load_tokenizer
 from shared.text import corpus
-from tests.conftest import SHAPE, learn_here, paint, refusal, run, run_here, sentence, with_fault, write_lines
+from tests.conftest import SHAPE, continued, learn_here, paint, refusal, run, run_here, sentence, with_fault, write_lines
 from tools import audit
 
 
@@ -30,7 +31,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
         *("--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8, "--eval_steps", 4),
         *("--save_steps", 2, "--show_answers", 0, "--audit_data"),
     )
-    whole = run("lora_finetune", tmp_path / "whole", *flags)
+    whole = learn_here("lora_finetune", tmp_path / "whole", *flags)
     folder = tmp_path / "run"
     killed = with_fault("lora_finetune", folder, "update:kill@5", *flags, processes=2)
     assert killed.returncode != 0 and sorted(killed.losses) == [1, 2, 3, 4]
@@ -51,8 +52,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     assert "chats.jsonl: used more than once in an epoch" in audit.check(folder).problems[0]
 
 
-def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, own_cache):
     rng = random.Random(3)
     others = [tmp_path / name for name in ("b.txt", "c.txt")]
     for other in others:
@@ -87,14 +87,13 @@ def test_pairs_are_mixed_alike_on_every_launch_and_after_a_kill(tiny_model, tmp_
     files = [write_lines(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", pairs[:40]), ("b", pairs[40:]))]
     flags = ("--model_name_or_path", tiny_model, "--train_file", *files, "--mix_weights", 3, 1, "--seq_length", 64)
     flags += ("--global_batch_size", 4, "--max_steps", 6, "--save_steps", 2, "--show_answers", 0, "--audit_data")
-    whole = run("dpo", tmp_path / "whole", *flags)
-    killed = with_fault("dpo", tmp_path / "run", "update:kill@4", *flags, processes=2)
-    assert killed.returncode != 0
-    again = run("dpo", tmp_path / "run", *flags, processes=2)
-    assert "resumed from" in again.output and again.losses == pytest.approx(whole.losses, rel=1e-5)
+    whole = learn_here("dpo", tmp_path / "whole", *flags)
+    again = continued("dpo", tmp_path / "run", "update:kill@4", *flags, processes=2)
+    assert again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.records_of_steps(tmp_path / "run") == audit.records_of_steps(tmp_path / "whole")
     count = audit.records_of_steps(tmp_path / "run")[1][1]["a.jsonl"]
     assert samples_by_source(tmp_path / "run", count) == 6 * [Counter({True: 3, False: 1})]
+    assert re.search(r"^  extras +.*\bmixture\b", again.summary, re.M)
     assert "75.0% a.jsonl" in again.summary and again.last("epochs/a.jsonl") == 18 / count
 
 

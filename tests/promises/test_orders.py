@@ -5,7 +5,7 @@ import random
 import pytest
 
 from shared.data.order import Order
-from tests.conftest import learn_here, refusal, run, sentence, with_fault, write_lines
+from tests.conftest import SHAPE, learn_here, refusal, run, sentence, with_fault, write_lines
 from tools import audit
 
 
@@ -17,7 +17,7 @@ def flags_of(tiny_model, text_file, chat_file, image_folder, architectures, tmp_
     tiny = ("--model_name_or_path", tiny_model, "--seq_length", 96)
     both = ("--train_file", write_lines(folder / "texts.jsonl", texts), "--validation_file", folder / "texts.jsonl")
     return {
-        "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 64),
+        "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 64, "--config_overrides", SHAPE),
         "lora_finetune": (*tiny, "--train_file", chat_file, "--validation_file", chat_file, "--show_answers", 0),
         "dpo": (*tiny, "--train_file", write_lines(folder / "pairs.jsonl", pairs), "--show_answers", 0),
         "text_classification": (*tiny, *both),
@@ -50,15 +50,13 @@ def test_samples_come_as_they_stand(template, flags_of, tmp_path):
 @pytest.mark.slow
 def test_they_do_after_a_kill_and_on_any_number_of_ranks(flags_of, tmp_path):
     flags = (*flags_of["lora_finetune"], *STEPS, "--order", "file", "--save_steps", 3)
-    whole = run("lora_finetune", tmp_path / "whole", *flags)
-    killed = with_fault("lora_finetune", tmp_path / "run", "update:kill@5", *flags, processes=4)
-    assert killed.returncode != 0
+    whole = learn_here("lora_finetune", tmp_path / "whole", *flags)
+    assert with_fault("lora_finetune", tmp_path / "run", "update:kill@5", *flags, processes=4).returncode
     again = run("lora_finetune", tmp_path / "run", *flags, processes=2)
     assert "at step 3" in again.output and again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole") == (as_they_stand(23), 23)
-    assert "--order cannot change within a run" in refusal(
-        "lora_finetune", *flags[:-3], "shuffled", "--output_dir", tmp_path / "run"
-    )
+    changed = (*flags[:-3], "shuffled", "--output_dir", tmp_path / "run")
+    assert "--order cannot change within a run" in refusal("lora_finetune", *changed)
 
 
 def test_rows_are_shuffled_or_of_similar_lengths(flags_of, tmp_path):
@@ -90,7 +88,6 @@ def test_a_mixture_takes_each_source_as_it_stands(flags_of, chat_file, tmp_path)
 def test_what_has_no_order_of_its_own_is_refused(flags_of):
     images, chats, text = (flags_of[name] for name in ("image_classification", "lora_finetune", "pretrain"))
     assert "--order length is for rows of different lengths" in refusal("image_classification", *images, "--order", "length")
-    assert "--packing on: --order file takes a sample a row" in refusal(
-        "lora_finetune", *chats, "--order", "file", "--packing", "on"
-    )
+    packed = (*chats, "--order", "file", "--packing", "on")
+    assert "--packing on: --order file takes a sample a row" in refusal("lora_finetune", *packed)
     assert "--streaming does not work with --order" in refusal("pretrain", *text, "--streaming", "--order", "file")

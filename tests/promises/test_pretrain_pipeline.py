@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig
 
 from shared.config import parse as configs
 from shared.process.errors import ConfigError
-from tests.conftest import load_template, run, slow
+from tests.conftest import learn_here, load_template, run, slow
 from tests.same import assert_same_learning
 
 SHAPE = "hidden_size=64,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -27,7 +27,7 @@ def flags(text_file):
 
 @pytest.fixture(scope="module")
 def plain(flags, tmp_path_factory):
-    return run("pretrain", tmp_path_factory.mktemp("plain"), *flags, "--per_device_train_batch_size", 4)
+    return learn_here("pretrain", tmp_path_factory.mktemp("plain"), *flags, "--per_device_train_batch_size", 4)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_what_a_model_does_to_its_logits_is_measured_and_anything_else_refused(f
     given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4, "--max_steps", 2]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=is_known)
     if is_known:
-        plain = run("pretrain", tmp_path / "plain", *given)
+        plain = learn_here("pretrain", tmp_path / "plain", *given)
         assert len(done.losses) == 2 and done.losses == pytest.approx(plain.losses, rel=1e-5)
     else:
         assert done.output.count("error: GraniteForCausalLM cannot be cut into pipeline stages") == 1

@@ -16,7 +16,7 @@ from shared.extras.reward_model import rewards
 from shared.extras.reward_model.training import padding_token
 from shared.process.errors import ConfigError
 from shared.text.corpus import train_tokenizer
-from tests.conftest import instead, learn_here, refusal, run, sentence, slow, with_fault, write_lines
+from tests.conftest import continued, instead, learn_here, refusal, run, sentence, slow, write_lines
 from tests.plain_loop import padded_chats, turn
 from tests.same import assert_same_bits, assert_same_learning
 
@@ -53,20 +53,8 @@ def scorer(tiny_model, tmp_path_factory):
 def base(tiny_model, pairs_file):
     return (
         *("--model_name_or_path", tiny_model, "--train_file", pairs_file, "--validation_file", pairs_file),
-        *("--loss_type", "reward", "--margin_column", "by", "--seq_length", 96, "--learning_rate", 1e-2),
-        *(
-            "--global_batch_size",
-            4,
-            "--max_steps",
-            6,
-            "--eval_steps",
-            3,
-            "--save_steps",
-            3,
-            "--save_total_limit",
-            9,
-            "--audit_data",
-        ),
+        *("--loss_type", "reward", "--margin_column", "by", "--seq_length", 96, "--learning_rate", 1e-2, "--audit_data"),
+        *("--global_batch_size", 4, "--max_steps", 6, "--eval_steps", 3, "--save_steps", 3, "--save_total_limit", 9),
     )
 
 
@@ -145,9 +133,8 @@ def test_learns_the_same_however_launched_and_a_kill_changes_nothing(one, base, 
         for name in {*LOGGED, "eval_margin"} & expected.keys():
             assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (name, row["step"])
     assert_same_learning(one, other, rel=1e-4, atol=2e-4)
-    killed = with_fault("dpo", tmp_path / "killed", "update:kill@5", *flags, processes=2, config=config)
-    assert killed.returncode
-    assert_same_bits(other, run("dpo", tmp_path / "killed", *flags, processes=2, config=config))
+    if config != "ddp":  # of which test_faults.py has enough
+        assert_same_bits(other, continued("dpo", tmp_path / "killed", "update:kill@5", *flags, processes=2, config=config))
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +215,8 @@ def test_bad_input_is_one_line(base, sums, tiny_model, records, tmp_path):
         assert message in refusal("dpo", *flags, "--output_dir", tmp_path / "run"), message
 
 
-def test_what_pads_ends_no_answer(tiny_model):
+def test_what_pads_ends_no_answer(tokenizer):
     """As of Qwen's base, which names one token alone and ends turns with another; and of GPT-2, which has no other."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert padding_token(tokenizer) == tokenizer.convert_tokens_to_ids("<|pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]})
     tokenizer.pad_token = tokenizer.eos_token

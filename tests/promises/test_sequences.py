@@ -9,7 +9,7 @@ import torch
 from shared.extras.sequence import sequence
 from shared.process import ranks
 from shared.process.errors import ConfigError
-from tests.conftest import ROOT, compare_families, make_model, run, slow, with_fault
+from tests.conftest import ROOT, compare_families, continued, learn_here, make_model, run, slow
 from tests.model_families import FAMILIES
 from tests.same import assert_same_bits, assert_same_learning
 
@@ -68,7 +68,7 @@ def test_four_ranks_with_windows_and_two_heads_of_keys(flags, tmp_path, usual, h
     torch.manual_seed(0)
     MistralForCausalLM(MistralConfig(**shape, vocab_size=len(tokenizer))).save_pretrained(name)
     given = (*flags, "--model_name_or_path", name, "--gradient_checkpointing", "offload", "--learning_rate", 3e-4)
-    one = run("full_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    one = learn_here("full_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     text = (ROOT / "accelerate_configs/sequence_parallel.yaml").read_text()
     (tmp_path / "launch.yaml").write_text(text.replace(usual, here))
     at_once = ("--per_device_train_batch_size", rows)
@@ -83,10 +83,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tiny_model, tmp_path):
     given = (*flags, "--model_name_or_path", tiny_model, "--lora_dropout", 0.2, "--audit_data")
     launch = {"processes": 2, "config": "sequence_parallel"}
     straight = run("lora_finetune", tmp_path / "straight", *given, **launch)
-    assert with_fault("lora_finetune", tmp_path / "run", "update:kill@5", *given, **launch).returncode != 0
-    again = run("lora_finetune", tmp_path / "run", *given, **launch)
-    assert "resumed from" in again.output
-    assert_same_bits(straight, again)
+    assert_same_bits(straight, continued("lora_finetune", tmp_path / "run", "update:kill@5", *given, **launch))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import shutil
 import socket
 from pathlib import Path
 
-import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
 from PIL import Image
 
@@ -54,10 +53,9 @@ def test_code_in_a_data_set_s_folder_is_not_run(tiny_model, tmp_path, nobody_ans
 @pytest.mark.parametrize("flips", [1, slow(4)])
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "text_classification", "image_classification"])
 def test_no_damaged_prepared_data_are_learned_from(
-    template, flips, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch, capsys
+    template, flips, tiny_model, text_file, image_folder, architectures, tmp_path, payload, own_cache, capsys
 ):
     """Pickles in the place of all files, which run nothing, and then flipped bits, one at a time."""
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]
     labelled = write_lines(tmp_path / "labelled.jsonl", rows)
     flags = {

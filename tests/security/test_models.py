@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
