@@ -252,16 +252,6 @@ def test_a_pipeline_finds_the_spans_of_the_run(tmp_path):
     assert any(rows.values()) and sum(same) > len(same) / 2  # the tokens of a word may disagree
 
 
-def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(base, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("no such font")
-
-    monkeypatch.setattr("shared.extras.tagging.score.draw_confusion_matrix", fail)
-    done = learn(tmp_path / "run", *base, *HERE, "--per_device_train_batch_size", 8, "--max_steps", 2)
-    assert "the evaluation's picture cannot be drawn (no such font)" in " ".join(capsys.readouterr().err.split())
-    assert (done.folder / "final").is_dir() and (done.folder / "predictions.csv").exists()
-
-
 @pytest.mark.parametrize("how", ["--freeze_backbone", slow("decoder")])
 def test_a_frozen_backbone_and_a_decoder(base, one_process, tiny_model, tmp_path, how):
     """Of a decoder's words all tokens are learned, unless a flag says otherwise."""
