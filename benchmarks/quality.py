@@ -279,14 +279,19 @@ def make_texts(folder: Path, _: argparse.Namespace) -> None:
 
 
 def make_continued(folder: Path, options: argparse.Namespace) -> None:
-    """The headlines, 100 of them, and MiniLM after 2 epochs of BERT's masks on the articles of those not scored."""
+    """The headlines, 100 of them, and MiniLM after an epoch of BERT's masks on the articles of those not scored."""
     make_texts(folder, options)
     write_lines(folder / "few.jsonl", read_lines(folder / "train.jsonl")[:100])
     write_lines(folder / "bodies.jsonl", [{"text": item["body"]} for item in news()[:1200]])
     values: Row = {"objective": "mlm", "model_name_or_path": folder / "minilm", "train_file": folder / "bodies.jsonl"}
-    values |= {"seq_length": 128, "global_batch_size": 32, "per_device_train_batch_size": 32, "num_train_epochs": 2}
+    values |= {"seq_length": 128, "global_batch_size": 32, "per_device_train_batch_size": 32, "num_train_epochs": 1}
     values |= {"mlm_probability": 0.15, "mlm_unmasked": 0.2, "output_dir": folder / "masked", "report_to": "none"}
-    before_scoring("pretrain", folder / "masked", folder / "continued", values)
+    before_scoring("pretrain", folder / "masked", folder / "continued", values, "bf16")
+    shutil.copytree(folder / "minilm", folder / "no_pooler")  # to compare with: `continued` has no pooler either
+    weights = safetensors.torch.load_file(folder / "minilm" / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "pooler" not in name}
+    assert len(kept) == len(weights) - 2
+    safetensors.torch.save_file(kept, folder / "no_pooler" / "model.safetensors", {"format": "pt"})
 
 
 def before_scoring(template: str, run: Path, final: Path, values: Row, precision: str = "no") -> None:

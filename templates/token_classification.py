@@ -84,10 +84,11 @@ from transformers import AutoModelForTokenClassification
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch, training_order
 from shared.evaluation.classify import report
+from shared.evaluation.evaluation import Evaluation
 from shared.evaluation.kinds import SampleLosses
 from shared.evaluation.loaders import labelled_loaders
 from shared.extras.tagging import tagged
-from shared.extras.tagging.score import Tagging, evaluate
+from shared.extras.tagging.score import evaluate
 from shared.extras.tagging.tagged import TaggedData
 from shared.models import adapters
 from shared.models.attention import forward_rows
@@ -176,12 +177,12 @@ class TagLoss:
         return (losses * (labels != IGNORED)).sum()
 
 
-def predict(run: Run, loss: TagLoss, loader: Loader, data: TaggedData) -> Tagging:
+def predict(run: Run, loss: TagLoss, loader: Loader, data: TaggedData) -> Evaluation:
     """What the model says of the validation words, each counted once on any world size."""
     return evaluate(run, loss.model, loader, data, loss.logits_of)
 
 
-def save_final(run: Run, model: nn.Module, data: TaggedData, evaluation: Tagging) -> None:
+def save_final(run: Run, model: nn.Module, data: TaggedData, evaluation: Evaluation) -> None:
     """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found.
     Every rank calls this.
     """

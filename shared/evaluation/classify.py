@@ -40,12 +40,11 @@ def evaluate(
     return evaluation_of(run.accelerator, batches, data, run.unit, kept)
 
 
-def report(run: Run, evaluation: Any, samples: Any, *, as_table: bool = False) -> None:
+def report(run: Run, evaluation: Evaluation, samples: Any, *, as_table: bool = False) -> None:
     """Write evaluation.json, predictions.csv and pictures, and give the tracker the pictures. Main
     rank.
 
     Args:
-        evaluation: an `Evaluation`, or what has its `write` and `mistakes`.
         samples: the validation samples, see `Evaluation.write`.
         as_table: give the tracker a table of the worst mistakes, too.
     """

@@ -28,13 +28,14 @@ class Evaluation:
     Attributes:
         noun: what the samples are.
         classes: names by class number.
-        labels, predicted: one entry a sample, in the order of the data set.
+        labels, predicted: one entry a sample, in the order of the data set; or a word.
         summary: the figures, under names that begin with `eval_`.
         headline: the result in a sentence.
         columns: what predictions.csv and evaluation.json say of each sample.
         worst: the numbers of mistaken samples, the worst first.
         scores: more columns of predictions.csv.
         by_class: figures of each class, [classes].
+        figures: more of them for evaluation.json, by name.
         thresholds: with several labels a sample, from which probability each class is a yes.
     """
 
@@ -48,6 +49,7 @@ class Evaluation:
     worst: np.ndarray
     scores: dict[str, Any] = field(default_factory=dict)
     by_class: dict[str, np.ndarray] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     thresholds: dict[str, float] | None = None
 
     def mistakes(self, samples: Any, most: int = LISTED) -> list[dict[str, Any]]:
@@ -68,7 +70,8 @@ class Evaluation:
             The pictures that were drawn.
         """
         report: dict[str, Any] = {name.removeprefix("eval_"): x for name, x in self.summary.items()}
-        report[self.noun] = len(self.labels)
+        count = len(self.columns["label"])
+        report |= self.figures | {self.noun: count}
         if self.by_class:
             report["classes"] = {
                 name: row_of(self.by_class, number) for number, name in enumerate(self.classes)
@@ -79,7 +82,7 @@ class Evaluation:
         # Names of files may be no text: backslashreplace.
         (folder / "evaluation.json").write_text(text, "utf-8", "backslashreplace")
 
-        order = sorted(range(len(self.labels)), key=samples.position)
+        order = sorted(range(count), key=samples.position)
         columns = self.columns | self.scores
         lines = [samples.shown(number) | row_of(columns, number) for number in order]
         names = dict.fromkeys(name for line in lines for name in line)

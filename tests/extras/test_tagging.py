@@ -39,6 +39,13 @@ def conll(tags, sep="\t", columns=2):
     return "-DOCSTART- -X- O O\n\n" * (columns == 4) + "\n".join(lines) + "\n\n"
 
 
+def conll_u():
+    """With comments, a token of several words, and an empty node."""
+    lines = [f"{n}\t{word}\t_\t{tag}" + "\t_" * 6 for n, (word, tag) in enumerate(zip(WORDS, IOB2, strict=True), 1)]
+    lines[3:3] = ["3-4\tmetCharles" + "\t_" * 8, "3.1\tthere\t_\tADV" + "\t_" * 6]
+    return "\n".join(["# newdoc", f"# text = {TEXT}", *lines]) + "\n\n"
+
+
 FORMS = {
     "tokens": {"tokens": WORDS, "tags": IOB2},
     "ner_tags": {"id": "1", "words": WORDS, "ner_tags": IOB2},
@@ -50,6 +57,7 @@ FORMS = {
     "studio's short form": {"text": TEXT, "label": [one["value"] for one in STUDIO], "annotator": 1},
     "conll": conll(IOB2),
     "conll of four columns": conll(IOB2, " ", 4),
+    "conll-u": conll_u(),
 }
 
 

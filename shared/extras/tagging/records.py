@@ -7,7 +7,7 @@ import sys
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from shared import demo
@@ -111,10 +111,8 @@ def _of_words(where: str, words: Any, tags: Any, names: Sequence[str]) -> Tagged
                 f"{where}: the tag of {word!r} is {records.kind(tag)}, expected a name or a number"
             )
         said.append(str(tag))
-    ends = [-1]
-    for word in words:
-        ends.append(ends[-1] + 1 + len(word))
-    bounds = [(before + 1, end) for before, end in pairwise(ends)]
+    starts = accumulate((len(word) + 1 for word in words), initial=0)
+    bounds = [(start, start + len(word)) for start, word in zip(starts, words, strict=False)]
     return Tagged(where, " ".join(words), bounds, said)
 
 
@@ -122,16 +120,15 @@ def _of_spans(where: str, text: str, spans: Any) -> Tagged:
     """Words end where spans do, also inside of what would be one word."""
     found = []
     for span in spans:
-        if isinstance(span, dict):
-            kinds = span.get("label") or span.get("labels")
-            span = [
-                span.get("start"),
-                span.get("end"),
-                *(kinds if isinstance(kinds, list) else [kinds]),
-            ]
-        start, end, kind = span if isinstance(span, list) and len(span) == 3 else (None, None, None)
-        if type(start) is not int or type(end) is not int or not isinstance(kind, str) or not kind:
-            raise ConfigError(f"{where}: {span!r} is no entity, expected start, end and label")
+        match span:
+            case (
+                [int(start), int(end), str(kind)]
+                | {"start": int(start), "end": int(end), "label": str(kind)}
+                | {"start": int(start), "end": int(end), "labels": [str(kind)]}
+            ) if kind:
+                pass
+            case _:
+                raise ConfigError(f"{where}: {span!r} is no entity, expected start, end and label")
         if not 0 <= start < end <= len(text) or not text[start:end].strip():
             raise ConfigError(
                 f"{where}: {kind} from {start} to {end} holds no text of the {len(text)} characters"
@@ -159,12 +156,20 @@ def _of_spans(where: str, text: str, spans: Any) -> Tagged:
 
 
 def _conll(where: str, text: str, options: Any) -> Records:
-    """Sentences of lines with a word first and its tag last, and an empty line between them."""
+    """Sentences of lines with a word first and its tag last, and an empty line between them. Of
+    CoNLL-U, the tag is UPOS.
+    """
     words: list[str] = []
     tags: list[str] = []
     first = 1
-    for number, line in enumerate([*text.split("\n"), ""], 1):
+    lines = text.split("\n")
+    is_u = any(line.count("\t") == 9 for line in lines)  # CoNLL-U
+    for number, line in enumerate([*lines, ""], 1):
         columns = line.strip("\r").split("\t" if "\t" in line else None)
+        if (is_u and line[:1] == "#") or (len(columns) == 10 and not columns[0].isdecimal()):
+            continue  # a comment, a token of several words, an empty node
+        if len(columns) == 10:
+            columns = columns[1:4:2]  # the word and UPOS
         if not columns or columns[0] in ("", "-DOCSTART-"):
             if words:
                 names = options.tokens_column or WORDS[0], options.tags_column or TAGS[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from shared.data import prepared
 from shared.data.labels import LabelledData, Labels
 from shared.data.notes import Notes, text_hash
-from shared.data.order import IGNORED, Batch, Row, permute
+from shared.data.order import IGNORED, Batch, Row
 from shared.data.records import Records, Source
 from shared.data.store import Encoded, Split, Store, prepare_sources
 from shared.extras.tagging import records
@@ -113,7 +114,8 @@ class EncodeTagged:
         for item, tokens, offsets in each:
             of_word = words_of(item, offsets)
             near = np.maximum.accumulate(of_word)  # white space goes with the word before it
-            kept = (near >= 0) & (place_in_word(near) < self.longest)
+            in_word = np.arange(len(near)) - np.searchsorted(near, near)
+            kept = (near >= 0) & (in_word < self.longest)
             if not kept.any():
                 raise ConfigError(f"{item.where}: the tokenizer makes no token of this text")
             numbers, near = np.unique(near[kept], return_inverse=True)
@@ -156,20 +158,13 @@ def scheme_of(tags: Sequence[str]) -> str:
 
 
 def words_of(item: Tagged, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The word that each token begins in, -1 for none: [tokens]."""
+    """The word that each token begins in, or that white space before it leads to: [tokens], -1 for
+    none.
+    """
     starts, ends = np.array(item.bounds).T
-    pieces = [item.text[start:end] for start, end in offsets]
-    begins = np.array([start for start, _ in offsets], np.int64)
-    begins += [len(piece) - len(piece.lstrip()) for piece in pieces]  # a space before a word
-    word = np.searchsorted(starts, begins, side="right") - 1
-    return np.where((word >= 0) & (begins < ends[word]), word, -1)
-
-
-def place_in_word(words: np.ndarray) -> np.ndarray:
-    """How many tokens of its word are before each: [tokens]."""
-    numbers = np.arange(len(words))
-    is_first = np.diff(words, prepend=-2) != 0
-    return numbers - np.maximum.accumulate(np.where(is_first, numbers, 0))
+    begins, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    word = np.searchsorted(ends, begins, side="right")
+    return np.where(np.append(starts, sys.maxsize)[word] <= stops, word, -1)
 
 
 class TaggedTexts(Split):
@@ -207,9 +202,11 @@ class TaggedTexts(Split):
 
     def __getitem__(self, index: int) -> Row:
         ids, words = self.values(index, "input_ids", "words")
-        labels = np.where(words >= 0, self.tags(index)[words], IGNORED)
-        again = (words >= 0) & (place_in_word(words) > 0)
-        labels[again] = inside_of(self.labels.classes)[labels[again]] if self.every else IGNORED
+        tags = self.tags(index)
+        labels = np.full(len(ids), IGNORED)
+        if self.every:
+            labels = np.where(words >= 0, inside_of(self.labels.classes)[tags][words], IGNORED)
+        labels[self.read_at(index)] = tags
         return {"input_ids": ids.astype(np.int64), "labels": labels}
 
     def num_targets(self, indices: np.ndarray) -> int:
@@ -219,14 +216,26 @@ class TaggedTexts(Split):
     def read_at(self, index: int) -> np.ndarray:
         """The tokens at which a window's own words are read: the first of each."""
         (words,) = self.values(index, "words")
-        return np.flatnonzero((words >= 0) & (place_in_word(words) == 0))
+        numbers, firsts = np.unique(words, return_index=True)
+        return firsts[numbers >= 0]
 
     def texts(self) -> list[np.ndarray]:
         """The windows of each text, as the data have them."""
-        places = [(self.stores.index(store), n) for store, n in map(self.find, range(len(self)))]
-        order = np.array(sorted(range(len(self)), key=places.__getitem__))
+        each = zip(self.starts, self.numbers, strict=False)
+        order = np.concatenate([start + np.argsort(numbers) for start, numbers in each])
         begins = np.flatnonzero(self.column("window")[order] == 0)
         return np.split(order, begins[1:])
+
+    def shown(self, number: int) -> dict[str, Any]:
+        """An evaluation has it all."""
+        return {}
+
+    def position(self, number: int) -> int:
+        """`texts` has them as the data do."""
+        return number
+
+    def draw(self, *_: Any) -> None:
+        """Texts are read in evaluation.json."""
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, which are of a span) for the report."""
@@ -274,12 +283,11 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     train_numbers, held_out = [], []
     for store in trained.values():
         of_text = np.cumsum(store["window"] == 0) - 1
-        texts = int(of_text[-1]) + 1
-        count = min(max(1, round(texts * options.validation_split_percentage / 100)), texts - 1)
-        chosen = permute(np.arange(0 if given else count), texts, (0,))
-        is_held_out = np.isin(of_text, chosen)
-        train_numbers.append(np.flatnonzero(~is_held_out))
-        held_out.append(np.flatnonzero(is_held_out))
+        # texts alike, as without classes
+        texts = Labels("regression", (), np.zeros(int(of_text[-1]) + 1))
+        held = texts.hold_out(options.validation_split_percentage)[of_text] & (not given)
+        train_numbers.append(np.flatnonzero(~held))
+        held_out.append(np.flatnonzero(held))
     if given:
         held_out = [np.arange(len(store)) for store in given.values()]
     validated = given or trained
