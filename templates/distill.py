@@ -108,7 +108,7 @@ from shared.answers.answers import log_answers
 from shared.answers.scores import like_reference
 from shared.data.order import Batch
 from shared.extras.distillation.compared import Compared, OpenHead, compare
-from shared.extras.distillation.teacher import build_teacher, choose_rate
+from shared.extras.distillation.teacher import build_teacher
 from shared.models.fused_head import TokenLoss, fuse_head
 from shared.models.tokenizers import load_tokenizer
 from shared.parallel import sharding
@@ -120,7 +120,7 @@ from shared.run.setup import Setup
 from shared.run.tuned import load_tuned, save_tuned
 from shared.text.chat import Conversations
 from shared.text.loaders import ChatData, arrange, read_conversations
-from shared.training import optim
+from shared.training import defaults, optim
 from shared.training.step import Step
 
 # How good an answer is, for --eval_answers: (answer, record) -> numbers by name, logged as
@@ -132,8 +132,7 @@ def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module
     """The student: all weights, or with --no_full adapters on a frozen base. Without dropout."""
     config = setup.config
     longest = config.data.seq_length + (config.max_new_tokens if config.on_policy else 0)
-    choose_rate(setup)
-    return load_tuned(setup, tokenizer, longest)
+    return load_tuned(setup, tokenizer, longest, rate_of=defaults.conversation_rate)
 
 
 def divergence(config: Config, p: Compared, *, own: bool = False) -> torch.Tensor:
@@ -175,7 +174,7 @@ class DistillationLoss(TokenLoss):
         compiled = self.config.speed.torch_compile
         opened = fuse_head(setup.accelerator, self.model, compiled=compiled, kind=OpenHead)
         setup.details["loss"] = opened
-        self.teacher = self.teacher.begin(setup, self.model, self.data)
+        self.teacher.begin(setup, self.model, self.data)
 
     def __call__(self, batch: Batch, *, own: bool = False, log: Any = None) -> torch.Tensor:
         loss = partial(divergence, self.config, own=own)

@@ -1,5 +1,6 @@
 """Language models that are tuned by adapters or, with --full, whole: loaded and saved."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from shared.training import defaults
 
 
 def load_tuned(
-    setup: Setup, tokenizer: Any, seq_length: int, flag: str = "--seq_length"
+    setup: Setup,
+    tokenizer: Any,
+    seq_length: int,
+    flag: str = "--seq_length",
+    rate_of: Callable[..., float] = defaults.preference_rate,
 ) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
-    weights, trainable, in fp32. Chooses the learning rate of preferences and rewards, where none is
-    given.
+    weights, trainable, in fp32. Chooses the learning rate, where none is given.
 
     It stays in the mode of an evaluation, without dropout and other noise, as where answers are
     sampled and the reference is computed: otherwise, probabilities would differ before any weight
@@ -32,6 +36,7 @@ def load_tuned(
         setup: its config has the groups adapter and speed, `full` and `model_name_or_path`.
         seq_length: tokens of the longest row.
         flag: what makes it so long.
+        rate_of: width of the model, `full` -> learning rate.
 
     Raises:
         ConfigError: the model does not take such rows, or such adapters.
@@ -45,8 +50,9 @@ def load_tuned(
     else:
         base = adapters.load_base(name, config.adapter, speed, setup.accelerator)
     width = defaults.width(base)
-    rate = defaults.preference_rate(width, full=config.full)
-    if name == str(demo.MODEL):  # tiny, and needs long steps
+    rate = rate_of(width, full=config.full)
+    # tiny, and needs long steps
+    if name == str(demo.MODEL) and rate_of is defaults.preference_rate:
         rate = 1e-3
     what = "all weights" if config.full else "LoRA"
     setup.set_defaults(f"{what}, width {width}", learning_rate=rate)

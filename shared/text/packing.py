@@ -46,7 +46,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 def joined(rows: list[Row]) -> Row:
     """Several rows as one, with `position_ids` that restart at each."""
-    whole = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+    whole = {key: np.concatenate([row[key] for row in rows]) for key in rows[0] if key != "images"}
     positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
     return whole | {"position_ids": positions}
 

@@ -162,7 +162,7 @@ def test_no_more_than_a_chunk_of_logits_is_in_memory(tiny_model, large, monkeypa
     models = [*map(load, (tiny_model, large))]
     vocab = models[0].config.vocab_size
     ids = torch.randint(5, vocab, (4, 160))
-    batch, teacher = {"input_ids": ids, "labels": ids}, Live(models[1], "")
+    batch, teacher = {"input_ids": ids, "labels": ids}, Live(models[1])
 
     def measured():
         models[0].zero_grad()
@@ -285,28 +285,27 @@ def test_keeping_goes_on_where_it_was_killed_and_damage_is_noticed(base, data, t
 
     monkeypatch.setattr(kept, "PART", 4)
     given = ("--teacher_logits", tmp_path / "kept", "--top_k", 8, "--max_steps", 2)
-    asked = []
-    original = kept._predictions
+    written = []
+    original = kept._write
 
-    def counted(setup, model, samples, chosen, width):
-        asked.append(tuple(chosen.tolist()))
-        if len(asked) == 3:
+    def counted(values, folder):
+        written.append(int(folder.name.split("-")[1][:9]))
+        if len(written) == 3:
             raise KeyboardInterrupt
-        return original(setup, model, samples, chosen, width)
+        original(values, folder)
 
-    monkeypatch.setattr(kept, "_predictions", counted)
+    monkeypatch.setattr(kept, "_write", counted)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         learn_here("distill", tmp_path / "one", *base, *given)
-    assert asked == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     learn_here("distill", tmp_path / "two", *base, *given)
-    assert asked[3:] == [(8, 9, 10, 11), (12, 13)]  # the validation samples are the same ones
+    assert written == [0, 4, 8, 8, 12]  # the validation samples are the same ones
     part = max((tmp_path / "kept").glob("*-000000004"), key=lambda path: path.stat().st_mtime)
     values = np.load(part / kept.FILE)
     values[0, 0] += 1
     np.save(part / kept.FILE, values)
     assert "which model teaches?" in refusal("distill", *data, *given, "--output_dir", tmp_path / "three")
     learn_here("distill", tmp_path / "three", *base, *given)
-    assert asked[5:] == [(4, 5, 6, 7)]
+    assert written[5:] == [4]
     other = make_model(tmp_path / "other", hidden_size=32)
     told = refusal("distill", *data, *given, "--teacher_name_or_path", other, "--output_dir", tmp_path / "four")
     assert "of another teacher: name another --teacher_logits" in told

@@ -38,7 +38,6 @@ class OpenHead(FusedHead):
     """
 
     use: Any = None
-    targets: Any = None
 
     def forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         if self.use is None:
@@ -48,28 +47,28 @@ class OpenHead(FusedHead):
             logits = type(head).forward(head, part)
             return (logits if self.function is None else self.function(logits)).float()
 
-        self.result = self.use(hidden.flatten(0, -2).index_select(0, self.targets), logits_of)
+        self.result = self.use(hidden, logits_of)
         return self.result
 
 
-def targets_of(batch: Batch) -> torch.Tensor:
-    """The places of the labels that count, in the flattened batch."""
-    if (targets := batch.get("targets")) is not None:
-        return targets
-    return (batch["labels"].flatten() != IGNORED).nonzero().squeeze(-1)
-
-
-def at_head(model: Any, batch: Batch, use: Any, like: Any = None) -> torch.Tensor:
-    """What `use` makes of the states of a batch's targets, [targets, width], and of a function that
-    turns them into logits. A model whose head cannot be opened gives its logits as states.
+def at_head(model: Any, batch: Batch, use: Any) -> torch.Tensor:
+    """What `use` makes of the states of a batch's targets, [targets, width], of their labels, and
+    of a function that turns states into logits, fp32. A model whose head cannot be opened gives its
+    logits as states.
     """
+    labels = batch["labels"].flatten()
+    if (targets := batch.get("targets")) is None:
+        targets = (labels != IGNORED).nonzero().squeeze(-1)
+
+    def of_targets(hidden: torch.Tensor, logits_of: Any = torch.Tensor.float) -> torch.Tensor:
+        return use(hidden.flatten(0, -2).index_select(0, targets), labels[targets], logits_of)
+
     head = model.fused_head
     if head is None:
-        logits = forward_rows(model, batch, like=like).logits.flatten(0, 1)
-        return use(logits.index_select(0, targets_of(batch)), torch.Tensor.float)
-    head.use, head.targets = use, targets_of(batch)
+        return of_targets(forward_rows(model, batch).logits)
+    head.use = of_targets
     try:
-        return forward_rows(model, batch, like=like).logits
+        return forward_rows(model, batch).logits
     finally:
         head.use = head.result = None
 
@@ -82,6 +81,14 @@ def width_of(model: Any) -> int:
 def chunk_size(model: Any) -> int:
     """Tokens of a chunk."""
     return max(MIN_CHUNK, MAX_LOGITS // width_of(model) // COPIES)
+
+
+def scored(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities at the temperature, [tokens, vocab]; cross-entropy at 1, [tokens])."""
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return (logits / temperature).log_softmax(-1), loss
 
 
 def compare(
@@ -99,19 +106,15 @@ def compare(
         loss: `Compared` -> [tokens].
     """
     taught, predict = teacher(batch)
-    labels = batch["labels"].flatten()[targets_of(batch)]
     size = chunk_size(model)
 
-    def chunk(logits: torch.Tensor, label: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        compared = predict(logits, label, parts, temperature)
-        divergence = F.kl_div(compared.student, compared.teacher, reduction="sum", log_target=True)
-        values = [loss(compared), divergence, *compared[2:]]
-        return torch.stack([value.sum() for value in values])
-
-    def use(states: torch.Tensor, logits_of: Any) -> torch.Tensor:
+    def use(states: torch.Tensor, labels: torch.Tensor, logits_of: Any) -> torch.Tensor:
         def part(begin: int) -> torch.Tensor:
             places = slice(begin, begin + size)
-            return chunk(logits_of(states[places]), labels[places], [t[places] for t in taught])
+            logits = logits_of(states[places])
+            p = predict(taught[places], logits, labels[places], temperature)
+            divergence = F.kl_div(p.student, p.teacher, reduction="sum", log_target=True)
+            return torch.stack([value.sum() for value in (loss(p), divergence, *p[2:])])
 
         begins = range(0, max(1, len(labels)), size)  # once without targets, too: DDP waits
         return torch.stack([checkpoint(part, n, use_reentrant=False) for n in begins]).sum(0)

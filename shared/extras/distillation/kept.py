@@ -2,87 +2,149 @@
 log-probabilities, and its cross-entropy.
 """
 
-from __future__ import annotations
-
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from shared.answers.answers import batches
 from shared.data import prepared
-from shared.data.loader import to_device
-from shared.data.order import IGNORED, Batch, Row
-from shared.extras.distillation.compared import (
-    Compared,
-    at_head,
-    chunk_size,
-    targets_of,
-    width_of,
-)
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
+from shared.extras.distillation.compared import Compared, chunk_size, scored, width_of
 from shared.parallel import sharding
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.text.chat import Conversations
 
 PART = 256  # samples of a file: as many are in memory at once
 FILE = "values.npy"  # [targets, k numbers of tokens, k log-probabilities, cross-entropy] fp32
+
+
+class Values:
+    """What is kept for some samples, in parts: the longest samples first."""
+
+    def __init__(self, config: Any, width: int, samples: Conversations) -> None:
+        self.config = config
+        self.width = width  # only the first tokens of the teacher
+        self.samples = samples
+        self.rows = EvenSubset(samples, len(samples))
+        self.rows.indices = np.argsort(-samples.lengths, kind="stable")
+        self.places = np.argsort(self.rows.indices)
+        self.ends = np.append(0, np.cumsum(samples.targets[self.rows.indices]))
+        of = {name: getattr(config, name) for name in ("top_k", "temperature")}
+        key = prepared.fingerprint(data=samples.fingerprint, width=width, order="longest", **of)
+        numbers = range(0, len(samples), PART)
+        self.parts = [Path(config.teacher_logits) / f"{key}-{number:09}" for number in numbers]
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        place = self.places[sample]
+        part = place // PART
+        first, begin, end = self.ends[[part * PART, place, place + 1]]
+        return np.load(self.parts[part] / FILE, mmap_mode="r")[begin - first : end - first]
+
+    def keep(self, setup: Any, teacher: Any) -> None:
+        """Write what a teacher predicts, part by part. Parts that are there whole, by their hashes,
+        stay. Every rank calls this.
+        """
+        share = sharding.share(setup.accelerator)
+        order = Order(len(self.rows), PART, 0, shuffle=False)
+        collate = partial(self.samples.collate, multiple_of=16)
+        per_device = self.config.batch.per_device_eval_batch_size
+        loader = Loader(self.rows, collate, order, share, per_device=per_device)
+        top = partial(self._top, chunk_size(teacher.model))
+        for number, part in enumerate(tqdm(self.parts, "teacher", disable=None)):
+            if on_main(partial(prepared.usable, part)):
+                continue
+            (made,) = (
+                [teacher.at_head(batch, top).cpu().numpy() for batch in window.micro_batches]
+                for window in loader.windows(number, number + 1)
+            )
+            found = gather_object([np.concatenate(made)])
+            # once where ranks share a model's pieces
+            values = np.concatenate(found[:: len(found) // share.world_size])
+            prepared.build_once(part, partial(_write, values))
+
+    def _top(
+        self, size: int, states: torch.Tensor, labels: torch.Tensor, logits_of: Any
+    ) -> torch.Tensor:
+        """[targets, 2 k + 1]."""
+        made = []
+        for part, label in zip(states.split(size), labels.split(size), strict=True):
+            logits = logits_of(part)[:, : self.width]  # it may have rows that no token uses
+            log_probs, loss = scored(logits, label, self.config.temperature)
+            best = log_probs.topk(min(self.config.top_k, self.width))
+            made.append(torch.cat([best.indices, best.values, loss[:, None]], 1))
+        return torch.cat(made)
+
+
+def _write(values: np.ndarray, folder: Path) -> None:
+    np.save(folder / FILE, values)
+
+
+class Taught(Conversations):
+    """Conversations with what is kept for their targets."""
+
+    kept: Values
+
+    def __getitem__(self, index: int) -> Row:
+        return {**super().__getitem__(index), "taught": self.kept[index]}
 
 
 class Kept:
     """In place of a `teacher.Live`: what it predicted comes with the batch.
 
     Args:
-        identity: of its weights.
+        split: `chat.Conversations`, to train and to validate on.
+
+    Attributes:
         teacher: a `Live` that predicts what is not there yet.
+        identity: of its weights.
     """
 
-    def __init__(self, identity: str, teacher: Any = None) -> None:
-        self.identity = identity
-        self.teacher = teacher
+    teacher: Any = None
+    identity = ""
 
-    def begin(self, setup: Any, model: Any, data: Any) -> Kept:
+    def __init__(self, config: Any, student: Any, *split: Conversations) -> None:
+        self.values = [Values(config, width_of(student), samples) for samples in split]
+
+    def is_whole(self) -> bool:
+        """Whether nothing is missing or damaged. Every rank calls this."""
+        parts = [part for values in self.values for part in values.parts]
+        return on_main(lambda: all(map(prepared.usable, parts)))
+
+    def begin(self, setup: Any, model: Any, data: Any) -> None:
         """Let the rows of `data`, a `loaders.ChatData`, have what is kept, or is from now on."""
-        rows = data.train.samples
-        chosen = data.validation.samples.indices
-        train = getattr(rows, "samples", rows)
-        numbers_of = getattr(rows, "bin", lambda row: [row])
-        for loader, samples, numbers in (
-            (data.train, train, numbers_of),
-            (data.validation, data.held_out, lambda row: [chosen[row]]),
-        ):
-            parts = parts_of(setup.config, width_of(model), samples)
-            keep(setup, self.teacher, samples, parts, width_of(model))
-            loader.samples = Taught(loader.samples, numbers, samples, parts)
+        for values, loader in zip(self.values, (data.train, data.validation), strict=True):
+            if self.teacher is not None:
+                self.teacher.begin(setup, model, data)
+                values.keep(setup, self.teacher)
+            taught: Any = values.samples
+            taught.__class__ = Taught  # wherever they are packed or chosen from
+            taught.kept = values
             loader.collate = partial(_collate, loader.collate)
         self.teacher = None
-        return self
 
     def answer(self, *_: Any) -> dict[str, float]:
         """It cannot."""
         return {}
 
-    def __call__(self, batch: Batch) -> tuple[list[torch.Tensor], Any]:
-        return [batch["taught"]], _predict
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, Any]:
+        return batch["taught"], _predict
 
 
 def _predict(
-    logits: torch.Tensor, labels: torch.Tensor, kept: list[torch.Tensor], temperature: float
+    kept: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, temperature: float
 ) -> Compared:
-    k = kept[0].shape[1] // 2
-    ids, log_probs, loss = kept[0].split([k, k, 1], 1)
-    student = (logits / temperature).log_softmax(-1).gather(-1, ids.long())
-    return Compared(
-        with_rest(student),
-        with_rest(log_probs),
-        F.cross_entropy(logits, labels, reduction="none"),
-        loss.squeeze(-1),
-        logits.argmax(-1) == ids[:, 0],
-    )
+    k = kept.shape[1] // 2
+    ids, log_probs, loss = kept.split([k, k, 1], 1)
+    student, own_loss = scored(logits, labels, temperature)
+    agreement = student.argmax(-1) == ids[:, 0]
+    student = with_rest(student.gather(-1, ids.long()))
+    return Compared(student, with_rest(log_probs), own_loss, loss[:, 0], agreement)
 
 
 def with_rest(log_probs: torch.Tensor) -> torch.Tensor:
@@ -91,64 +153,10 @@ def with_rest(log_probs: torch.Tensor) -> torch.Tensor:
     return torch.cat([log_probs, rest], -1)
 
 
-class Taught:
-    """`order.Samples`: rows with what is kept for their targets, `taught`.
-
-    Args:
-        rows: of samples.
-        numbers_of: number of a row -> those of its samples.
-        samples: `chat.Conversations`.
-        parts: see `parts_of`.
-    """
-
-    def __init__(self, rows: Any, numbers_of: Any, samples: Any, parts: list[Path]) -> None:
-        self.rows = rows
-        self.numbers_of = numbers_of
-        self.parts = parts
-        self.ends = np.append(0, np.cumsum(samples.targets))
-        self.lengths = getattr(rows, "lengths", None)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        return int(self.rows.num_targets(indices))
-
-    def _values(self, number: int) -> np.ndarray:
-        part = number // PART
-        first, begin, end = self.ends[[part * PART, number, number + 1]]
-        return opened(self.parts[part])[begin - first : end - first]
-
-    def __getitem__(self, index: int) -> Row:
-        values = [self._values(int(number)) for number in self.numbers_of(index)]
-        return {**self.rows[index], "taught": np.concatenate(values)}
-
-
-@lru_cache(maxsize=64)  # open files
-def opened(part: Path) -> np.ndarray:
-    values: np.ndarray = np.load(part / FILE, mmap_mode="r")
-    return values
-
-
-def parts_of(config: Any, width: int, samples: Any) -> list[Path]:
-    """The folders of what is kept for some samples, of the first `width` tokens."""
-    of = {name: getattr(config, name) for name in ("top_k", "temperature")}
-    key = prepared.fingerprint(data=samples.fingerprint, width=width, **of)
-    numbers = range(0, len(samples), PART)
-    return [Path(config.teacher_logits) / f"{key}-{number:09}" for number in numbers]
-
-
-def all_kept(config: Any, width: int, *split: Any) -> bool:
-    """Whether nothing is missing or damaged. Every rank calls this."""
-    parts = [part for samples in split for part in parts_of(config, width, samples)]
-    return on_main(lambda: all(map(prepared.usable, parts)))
-
-
 def _collate(collate: Any, rows: list[Row]) -> Batch:
-    batch: Batch = collate(rows)
     # a row that only fills a batch has no targets
     kept = [row["taught"][: np.count_nonzero(row["labels"] != IGNORED)] for row in rows]
-    return {**batch, "taught": torch.from_numpy(np.concatenate(kept))}
+    return {**collate(rows), "taught": torch.from_numpy(np.concatenate(kept))}
 
 
 def claimed(config: Any, identity: str | None) -> str:
@@ -163,53 +171,8 @@ def claimed(config: Any, identity: str | None) -> str:
         if identity and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(identity)
-        if identity not in (None, kept := file.read_text()):
-            raise ConfigError(f"{file.parent}: of another teacher: name another --teacher_logits")
-        return kept
+        return file.read_text()
 
-    return on_main(on_disk)
-
-
-def keep(setup: Any, teacher: Any, samples: Any, parts: list[Path], width: int) -> None:
-    """Write what a teacher predicts for all samples, part by part. Parts that are there whole, by
-    their hashes, stay. Every rank calls this.
-    """
-    for place, part in enumerate(tqdm(parts, "teacher", disable=None)):
-        if teacher is not None and not on_main(partial(prepared.usable, part)):
-            chosen = np.arange(len(samples))[place * PART :][:PART]
-            values = np.concatenate(_predictions(setup, teacher, samples, chosen, width))
-            prepared.build_once(part, partial(_write, values))
-
-
-def _write(values: np.ndarray, folder: Path) -> None:
-    np.save(folder / FILE, values)
-
-
-def _predictions(
-    setup: Any, teacher: Any, samples: Any, chosen: np.ndarray, width: int
-) -> list[np.ndarray]:
-    """For each chosen sample, [targets, 2 k + 1]. Ranks share the work."""
-    config = setup.config
-
-    def top(states: torch.Tensor, logits_of: Any) -> torch.Tensor:
-        made = []
-        size = chunk_size(teacher.model)
-        for part, label in zip(states.split(size), labels.split(size), strict=True):
-            logits = logits_of(part)[:, :width]  # the teacher may have rows that no token uses
-            best = (logits / config.temperature).log_softmax(-1).topk(min(config.top_k, width))
-            loss = F.cross_entropy(logits, label, reduction="none")
-            made.append(torch.cat([best.indices, best.values, loss[:, None]], 1))
-        return torch.cat(made)
-
-    mine: list[tuple[int, np.ndarray]] = []
-    at_once = config.batch.per_device_eval_batch_size
-    for places in batches(samples.lengths[chosen], at_once, sharding.share(setup.accelerator)):
-        numbers = chosen[places[places >= 0]] if (places >= 0).any() else chosen[:1]
-        rows = [samples[int(number)] for number in numbers]
-        batch = to_device(samples.collate(rows, multiple_of=16), setup.device)
-        labels = batch["labels"].flatten()[targets_of(batch)]
-        with torch.no_grad(), teacher.teaching():
-            values = at_head(teacher.model, batch, top).cpu().numpy()
-        ends = np.cumsum(samples.targets[numbers])[:-1]
-        mine += zip(numbers.tolist(), np.split(values, ends), strict=True)
-    return [values for _, values in sorted(dict(gather_object(mine)).items())]
+    if identity not in (None, kept := on_main(on_disk)):
+        raise ConfigError(f"{file.parent}: of another teacher: name another --teacher_logits")
+    return kept

@@ -12,72 +12,62 @@ import torch
 from accelerate import DistributedType
 from accelerate.utils import extract_model_from_parallel
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from transformers import AutoConfig
 
 from shared import demo
 from shared.answers.answers import log_answers
 from shared.data.order import Batch
-from shared.extras.distillation.compared import Compared, OpenHead, at_head, width_of
-from shared.extras.distillation.kept import Kept, all_kept, claimed
+from shared.extras.distillation.compared import Compared, OpenHead, at_head, scored
+from shared.extras.distillation.kept import Kept, claimed
 from shared.models.adapters import load_base
 from shared.models.blocks import repeated_blocks
 from shared.models.checks import require_tokens_fit
 from shared.models.fused_head import fuse_head
-from shared.models.hub import file_of, from_hub, identity_of_weights
+from shared.models.hub import file_of, identity_of_weights
 from shared.models.isolation import isolate_documents
 from shared.models.options import AdapterConfig
 from shared.models.tokenizers import load_tokenizer, require_same_tokens
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
-from shared.training import defaults
 
 ADAPTER = "teacher"  # its name in the student
 TEACHER = demo.MODEL.with_name("tiny-llama-tuned")  # of the demo: see README.md in it
-
-
-def choose_rate(setup: Any) -> None:
-    """The peak learning rate of a student, where none is given: that for conversations."""
-    name = setup.config.model_name_or_path
-    width = from_hub(AutoConfig, name).get_text_config().hidden_size
-    full = setup.config.full
-    rate = defaults.full_rate(width) if full else defaults.lora_rate(width)
-    what = "all weights" if full else "LoRA"
-    setup.set_defaults(f"{what}, width {width}", learning_rate=rate)
 
 
 class Live:
     """A teacher that predicts as it is asked.
 
     Args:
-        model: on the device; for an adapter, the student, see `add_adapter`.
-        identity: of its weights.
+        model: on the device. None: an adapter of the student, which `begin` gives.
     """
 
-    def __init__(self, model: Any, identity: str, *, is_adapter: bool = False) -> None:
+    identity = ""  # of its weights
+
+    def __init__(self, model: Any = None) -> None:
         self.model = model
-        self.identity = identity
-        self.is_adapter = is_adapter
+        self.is_adapter = model is None
+
+    def begin(self, setup: Any, model: Any, data: Any) -> None:
+        """Called with the prepared student before the first step. Every rank calls this."""
+        if self.is_adapter:
+            self.model = model
 
     @contextlib.contextmanager
     def teaching(self) -> Iterator[None]:
-        """With the teacher's adapter in place of the student's."""
+        """With the teacher's adapter in place of the student's, and without gradients."""
         student: Any = extract_model_from_parallel(self.model) if self.is_adapter else None
         if student:
             student.set_adapter(ADAPTER, inference_mode=True)
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
             if student:
                 student.set_adapter("default")
 
-    def begin(self, setup: Any, model: Any, data: Any) -> Any:
-        """What teaches the prepared student: this, or what it predicts, if it is to be kept."""
-        if self.is_adapter:
-            self.model = model
-        if setup.config.teacher_logits is None:
-            return self
-        return Kept(claimed(setup.config, self.identity), self).begin(setup, model, data)
+    def at_head(self, batch: Batch, use: Any) -> torch.Tensor:
+        """See `compared.at_head`."""
+        with self.teaching():
+            return at_head(self.model, batch, use)
 
     def answer(self, run: Any, held_out: Any, tokenizer: Any, score: Any) -> dict[str, float]:
         """Print what it answers to validation prompts. Returns the means of its scores, as
@@ -89,40 +79,30 @@ class Live:
             means = log_answers(run, self.model, held_out, tokenizer, score)
         return {f"eval_teacher_{name[5:]}": value for name, value in means.items()}
 
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> tuple[list[torch.Tensor], Any]:
-        """(states of a batch's targets, what makes `Compared` of parts of them)."""
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, Any]:
+        """(states of a batch's targets, what makes `Compared` of some of them)."""
         heads: list[Any] = []
 
-        def keep(states: torch.Tensor, logits_of: Any) -> torch.Tensor:
+        def keep(states: torch.Tensor, _: torch.Tensor, logits_of: Any) -> torch.Tensor:
             heads.append(logits_of)
             return states
 
-        with self.teaching():
-            states = at_head(self.model, batch, keep)
-        return [states], partial(_predict, heads[0])
+        return self.at_head(batch, keep), partial(_predict, *heads)
 
 
 def _predict(
     logits_of: Any,
+    states: torch.Tensor,
     logits: torch.Tensor,
     labels: torch.Tensor,
-    states: list[torch.Tensor],
     temperature: float,
 ) -> Compared:
     """See `compared.compare`: logits are of the student, [tokens, vocab] fp32."""
-    with torch.no_grad():
-        taught = logits_of(states[0])
+    taught = logits_of(states)
     width = min(logits.shape[-1], taught.shape[-1])  # one may have rows that no token uses
-    logits, taught = logits[:, :width], taught[:, :width]
-    student, teacher = ((x / temperature).log_softmax(-1) for x in (logits, taught))
-    return Compared(
-        student,
-        teacher,
-        F.cross_entropy(logits, labels, reduction="none"),
-        F.cross_entropy(taught, labels, reduction="none"),
-        logits.argmax(-1) == taught.argmax(-1),
-    )
+    student, own_loss = scored(logits[:, :width], labels, temperature)
+    teacher, loss = scored(taught[:, :width], labels, temperature)
+    return Compared(student, teacher, own_loss, loss, student.argmax(-1) == teacher.argmax(-1))
 
 
 def load_teacher(setup: Any, tokenizer: Any, name: str) -> Live:
@@ -155,7 +135,7 @@ def load_teacher(setup: Any, tokenizer: Any, name: str) -> Live:
     where = "in 4 bits" if in_4bit else f"in {model.dtype}"
     setup.about["teacher"] = f"{name}, {where}"
     fuse_head(accelerator, model, kind=OpenHead)
-    return Live(model, identity_of(config, name))
+    return Live(model)
 
 
 def add_adapter(setup: Any, student: Any, name: str) -> Live:
@@ -177,7 +157,7 @@ def add_adapter(setup: Any, student: Any, name: str) -> Live:
         raise ConfigError(f"--teacher_adapter {name}: changes the head: merge it, and name that")
     student.set_adapter("default")
     setup.about["teacher"] = f"the adapter {name} on the student's base"
-    return Live(student, identity_of(setup.config, name), is_adapter=True)
+    return Live()
 
 
 def identity_of(config: Any, name: str) -> str:
@@ -206,15 +186,23 @@ def build_teacher(setup: Any, tokenizer: Any, student: Any, train: Any, held_out
     name = config.teacher_adapter or config.teacher_name_or_path
     if name is None and config.model_name_or_path == str(demo.MODEL):
         name = str(TEACHER)
-    if config.teacher_logits and all_kept(config, width_of(student), train, held_out):
+    kept = Kept(config, student, train, held_out) if config.teacher_logits else None
+    teacher: Any = None
+    if kept and kept.is_whole():
         setup.about["teacher"] = f"kept in {config.teacher_logits}"
-        return Kept(claimed(config, name and identity_of(config, name)))
-    if name is None:
+    elif name is None:
         raise ConfigError("which model teaches? Name it with --teacher_name_or_path")
-    if config.teacher_adapter:
-        return add_adapter(setup, student, name)
-    teacher = load_teacher(setup, tokenizer, name)
-    if config.data.packing != "off" and not config.teacher_logits:
+    elif config.teacher_adapter:
+        teacher = add_adapter(setup, student, name)
+    else:
+        teacher = load_teacher(setup, tokenizer, name)
+    identity = name and identity_of(config, name)
+    if kept:
+        kept.teacher = teacher
+        kept.identity = claimed(config, identity)
+        return kept
+    teacher.identity = identity
+    if teacher.model is not None and config.data.packing != "off":
         apart, why = isolate_documents(
             teacher.model,
             setup.device,
