@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config
 
 from shared.data.files import find_files
 from shared.images.options import ImageConfig
@@ -81,6 +81,14 @@ def test_text_that_cannot_be_used_is_named_with_its_line(attempt, tmp_path, name
     (tmp_path / name).write_bytes(content)
     for template in ("pretrain", "lora_finetune"):
         assert attempt(template, "--train_file", tmp_path / name).startswith(f"{tmp_path / name}{message}")
+
+
+def test_a_model_without_its_tokenizer_files_is_refused(attempt, tmp_path):
+    """transformers makes some tokenizers of nothing, and then of each text nothing."""
+    Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    message = attempt("lora_finetune", "--train_file", tmp_path / "a.jsonl", "--model_name_or_path", tmp_path)
+    assert message == f"{tmp_path}: a tokenizer without words: copy the model's tokenizer files"
 
 
 # Paths ---------------------------------------------------------------------------------------------------------------

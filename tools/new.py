@@ -227,7 +227,7 @@ def small_runs(template: str, script: str) -> list[str]:
 def _readme(names: tuple[str, ...], called: str, extras: Collection[str]) -> str:
     left_out = sorted(useful(names) - {*extras})
     add = f"{CALLED} new {' '.join(names)} ../{called} --with"
-    where = "anywhere" if PACKAGED else "in the templates' repository"
+    where = "in this folder" if PACKAGED else "in the templates' repository"
     rows = "".join(f"| {EXTRAS[name]} | `{add} {name}` |\n" for name in left_out)
     left_out_text = f"""
 ## Left out

@@ -5,6 +5,7 @@ python -m shared recipes qwen3_8b_qlora_24gb > run.yaml      # one of them, to e
 """
 
 import argparse
+import signal
 from pathlib import Path
 
 from shared.process.errors import ConfigError
@@ -25,7 +26,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", help="print this one")
-    if name := parser.parse_args().name:
+    name = parser.parse_args().name
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
+    if name:
         file = FOLDER / f"{name}.yaml"
         if not file.exists():
             raise ConfigError(f"no recipe {name!r}: recipes lists them")

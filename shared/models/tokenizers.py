@@ -18,11 +18,14 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
         options: of `from_pretrained`.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: it cannot be loaded, or its files are missing.
     """
     from transformers import AutoTokenizer
 
     tokenizer = from_hub(AutoTokenizer, name, **options)
+    # without files, some classes have their special tokens alone, and make nothing of a text
+    if len(tokenizer) < len(tokenizer.added_tokens_decoder) + 2:
+        raise ConfigError(f"{name}: a tokenizer without words: copy the model's tokenizer files")
     for file in ("chat_template.json", "processor_config.json"):
         if not tokenizer.chat_template and (path := file_of(name, file)):
             template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
