@@ -48,7 +48,7 @@ TEMPLATES = {
 # What few runs need, each imported by the function that asks.
 EXTRAS = {
     "averages": 300,
-    "comparisons": 6_200,
+    "comparisons": 6_300,
     "deepspeed": 1_000,
     "distillation": 4_100,
     "engines": 2_000,

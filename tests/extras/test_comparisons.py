@@ -196,6 +196,12 @@ def test_predictions_are_paired_by_sample(tmp_path):
     assert row["values"] == pytest.approx([56 / 60, 57 / 60]) and (row["wins"], row["losses"]) == (2, 1)
     assert row["verdict"].startswith("not known: 60 samples do not tell, ") and row["needed"] > 600
     assert {each["text"].split()[0] for each in row["changed"]} == {"x.jsonl:1", "x.jsonl:2", "x.jsonl:5"}
+    for name in "ab":  # a tagger's rows are texts, and its accuracy is of words: other noise
+        (tmp_path / name / "config.yaml").write_text("label_pieces: first\n")
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise/noise.json").write_text('{"accuracy": [0.9, 0.9]}')
+    (row,) = json.loads(shown(tmp_path, "compare", "a", "b", "--noise", "noise", "--json"))["pairs"][0]["samples"]
+    assert row["name"] == "texts_right" and "noise" not in row["verdict"]
     shutil.rmtree(tmp_path / "b")
     assert "no folder of a run" in shown(tmp_path, "compare", "a", "b", code=2)
 

@@ -76,7 +76,9 @@ def values_of(run: RunFolder) -> Values:
                 key = f"{row.get('where') or row.get('image')} {row['label']}"
                 text = " ".join(str(row.get(name) or "") for name in ("where", "image", "text"))
                 is_number = run.settings.get("problem_type") == "regression"
-                name = "absolute_error" if is_number else "accuracy"
+                # a tagger's accuracy is of words, its rows are texts
+                name = "texts_right" if "label_pieces" in run.settings else "accuracy"
+                name = "absolute_error" if is_number else name
                 right = float(row["label"] == row["predicted"])
                 value = abs(float(row["label"]) - float(row["predicted"])) if is_number else right
                 values.setdefault(name, {})[key] = (value, 1.0, text.strip())
@@ -311,7 +313,9 @@ def main() -> None:
             print(f"  {line}")
         one, other = pair["evaluations"]
         for name in [name for name in one if name in other]:
-            print(f"  last evaluation, {name}: {one[name]:.4f}, {other[name]:.4f}")
+            seeds = noise.get(name, ())
+            most = f"; seeds differ by {noise_of(seeds)[2]:.4f}" if len(seeds) > 1 else ""
+            print(f"  last evaluation, {name}: {one[name]:.4f}, {other[name]:.4f}{most}")
         for row in pair["samples"]:
             print(*(f"  {line}" for line in lines_of(row)), sep="\n")
         if not pair["samples"]:
