@@ -67,7 +67,7 @@ EXTRAS = {
     "reward_model": 1_800,
     "sequence": 1_900,
     "streaming": 4_500,
-    "tagging": 6_400,
+    "tagging": 6_500,
     "tars": 1_200,
     "tensor": 700,
     "turns": 1_400,

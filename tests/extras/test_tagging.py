@@ -88,6 +88,12 @@ def test_each_form_of_data_has_the_same_words_and_spans(form, tiny_model, tmp_pa
     assert counted.sum() == data.train.num_targets(np.arange(1)) == 8
 
 
+def test_a_tagged_part_of_a_token_is_said(tiny_model, tmp_path, capsys):
+    """It has no token of its own to be read at."""
+    opened(tmp_path, {"text": "the model", "entities": [[0, 1, "PER"], [1, 3, "LOC"]]}, tiny_model)
+    assert "warning: 20 texts have a tagged word without a token of its own" in capsys.readouterr().err
+
+
 def test_parquet_and_a_data_set_with_named_classes(tiny_model, tmp_path):
     import datasets
 

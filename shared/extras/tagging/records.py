@@ -20,7 +20,7 @@ TAGS = ("tags", "ner_tags", "labels")
 SPANS = ("entities", "spans", "label", "labels")
 FORMS = (
     "expected tokens and tags, or text and entities [{start, end, label}], or an export of Label "
-    "Studio, or a CoNLL file: docs/data/tags.md"
+    "Studio, or a CoNLL file (no .csv or .tsv): docs/data/tags.md"
 )
 # Chinese and Japanese put no spaces between words: each character is one
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -131,7 +131,7 @@ def _of_spans(where: str, text: str, spans: Any) -> Tagged:
                 raise ConfigError(f"{where}: {span!r} is no entity, expected start, end and label")
         if not 0 <= start < end <= len(text) or not text[start:end].strip():
             raise ConfigError(
-                f"{where}: {kind} from {start} to {end} holds no text of the {len(text)} characters"
+                f"{where}: {kind} from {start} to {end} is no part of the {len(text)} characters"
             )
         found.append((start, end, kind))
     found.sort()
@@ -161,7 +161,7 @@ def _conll(where: str, text: str, options: Any) -> Records:
     """
     words: list[str] = []
     tags: list[str] = []
-    first = 1
+    first, width = 1, 0
     lines = text.split("\n")
     is_u = any(line.count("\t") == 9 for line in lines)  # CoNLL-U
     for number, line in enumerate([*lines, ""], 1):
@@ -175,8 +175,9 @@ def _conll(where: str, text: str, options: Any) -> Records:
                 names = options.tokens_column or WORDS[0], options.tags_column or TAGS[0]
                 yield f"{where}:{first}", dict(zip(names, (words, tags), strict=True))
             words, tags, first = [], [], number + 1
-        elif not 2 <= len(columns) <= 4:
-            raise ConfigError(f"{where}:{number}: {len(columns)} column(s); {FORMS}")
+        elif not 2 <= len(columns) <= 4 or len(columns) != (width := width or len(columns)):
+            also = f", {width} before" * bool(width)
+            raise ConfigError(f"{where}:{number}: {len(columns)} column(s){also}; {FORMS}")
         else:
             words.append(columns[0])
             tags.append(columns[-1])

@@ -119,7 +119,10 @@ class EncodeTagged:
             if not kept.any():
                 raise ConfigError(f"{item.where}: the tokenizer makes no token of this text")
             numbers, near = np.unique(near[kept], return_inverse=True)
-            notes.counts["words"] += len(item.tags) - len(numbers)
+            lost = {*range(len(item.tags))} - {*numbers.tolist()}
+            notes.counts["words"] += len(lost)
+            if any(item.tags[word] != OUTSIDE for word in lost):
+                notes.add("untold", item.where)
             texts = [item.text[slice(*item.bounds[word])] for word in numbers]
             tags = [item.tags[word] for word in numbers]
             notes.add(f"scheme {scheme_of(tags)}")
@@ -333,6 +336,11 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     if all(map(str.isdecimal, classes)):
         note("warning: the tags are numbers: --tag_names names them, and spans are found")
     lost = notes.counts["words"]
+    if texts := notes.counts["untold"]:
+        note(
+            f"warning: {texts:,} texts have a tagged word without a token of its own: neither "
+            f"learned nor scored; the first: {notes.first['untold'][0]}"
+        )
     about = (
         f"{source}: {scheme}; {len(train.labels):,} words of {len(train):,} windows to train on, "
         f"{len(validation.labels):,} of {len(validation):,} to validate on"
