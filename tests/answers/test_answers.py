@@ -20,18 +20,7 @@ from shared.models.generation import generate, sees_padding
 from shared.text import chat, preferences
 from shared.text.corpus import train_tokenizer
 from shared.text.options import ChatConfig, PreferenceConfig
-from tests.conftest import (
-    LAUNCHER,
-    ROOT,
-    Run,
-    command,
-    learn_here,
-    put_a_token_before_texts,
-    run,
-    sentence,
-    slow,
-    write_lines,
-)
+from tests.conftest import LAUNCHER, ROOT, Run, command, put_a_token_before_texts, run, sentence, slow, write_lines
 from tests.plain_loop import turn
 
 NAMES = ("red", "green blue", "black")
@@ -227,7 +216,7 @@ def test_every_launch_gives_the_same_answers(alone, flags, tmp_path, config):
 def test_four_processes_with_an_adapter_and_a_moving_average(flags, tmp_path):
     """5 prompts for 4 ranks; answers are those of the averaged weights."""
     given = (*flags, "--eval_answers", 5, "--ema_decay", 0.9, "--per_device_train_batch_size", 2, "--lora_r", 4)
-    one = learn_here("lora_finetune", tmp_path / "one", *given)
+    one = run("lora_finetune", tmp_path / "one", *given)
     four = run("lora_finetune", tmp_path / "four", *given, processes=4, config="fsdp2")
     assert answers(four) == answers(one) and len(answers(one)) == 20
 

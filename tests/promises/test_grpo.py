@@ -9,19 +9,7 @@ import pytest
 
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from tests.conftest import (
-    LAUNCHER,
-    ROOT,
-    Run,
-    command,
-    continued,
-    learn_here,
-    load_template,
-    refusal,
-    run,
-    slow,
-    write_lines,
-)
+from tests.conftest import LAUNCHER, ROOT, command, continued, learn_here, load_template, refusal, run, slow, write_lines
 from tests.same import assert_goes_on, assert_same_bits
 from tools import audit
 
@@ -47,7 +35,7 @@ def alone(base, tmp_path_factory):
     return learn_here("grpo", tmp_path_factory.mktemp("alone") / "run", *base)
 
 
-def answers(ended: Run) -> list[dict]:
+def answers(ended) -> list[dict]:
     return [json.loads(line) for line in (ended.folder / "answers.jsonl").read_text().splitlines()]
 
 
