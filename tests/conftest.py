@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import functools
 import gc
 import importlib.util
 import io
@@ -265,6 +266,15 @@ def encoded(image, kind: str, **options: object) -> bytes:
     into = io.BytesIO()
     image.save(into, kind, **options)
     return into.getvalue()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(family): the folder of a family's small checkpoint (model_families.py), and its class."""
+    from tests.model_families import make
+
+    root = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda family: (root / family, make(family, root / family, more_weights=True)))
 
 
 def paint(path: Path, kinds: int | Sequence[int], number: int, size: tuple[int, int]) -> None:

@@ -27,7 +27,7 @@ from shared.text import chat
 from shared.text.options import ChatConfig
 from shared.text.packing import Packed
 from tests.conftest import compare_families, learn_here, run, sentence, slow, write_lines
-from tests.model_families import FAMILIES, make
+from tests.model_families import FAMILIES
 
 LENGTH = 96  # tokens of a row
 SAMPLES = 8
@@ -74,10 +74,9 @@ def load_whole(model_class: type, folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, family):
+def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, checkpoint, family):
     """Also: packed rows give what plain transformers gives for one sample at a time."""
-    base, tuned = tmp_path / "base", tmp_path / "tuned"
-    model_class = make(family, base, more_weights=True)
+    (base, model_class), tuned = checkpoint(family), tmp_path / "tuned"
     config = ChatConfig(train_file=(str(rows),), validation_file=(str(rows),), seq_length=LENGTH)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     conversations = chat.open_samples(config, tokenizer)[0]
@@ -121,9 +120,8 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
 
 
 @pytest.mark.parametrize("family", [*(case for case in CASES if case != slow("deepseek_v4")), "deepseek_v4"])
-def test_an_answer_is_the_same_alone_and_in_a_batch(tmp_path, family):
-    make(family, tmp_path)
-    model = load_causal_lm(str(tmp_path), attn_implementation="auto", whole=True, dtype=torch.float32).eval()
+def test_an_answer_is_the_same_alone_and_in_a_batch(checkpoint, family):
+    model = load_causal_lm(str(checkpoint(family)[0]), attn_implementation="auto", whole=True, dtype=torch.float32).eval()
     assert sees_padding(model) is (family == "deepseek_v4")
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 4000, (length,), generator=generator).tolist() for length in (3, 30, 11, 19, 30)]
@@ -134,9 +132,8 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_continued_pretraining(tmp_path, text_file, family):
-    base, folder = tmp_path / "base", tmp_path / "run"
-    model_class = make(family, base, more_weights=True)
+def test_continued_pretraining(tmp_path, text_file, checkpoint, family):
+    (base, model_class), folder = checkpoint(family), tmp_path / "run"
     data = ("--train_file", text_file, "--seq_length", 64, "--max_steps", 2, "--global_batch_size", 4)
     learn_here("pretrain", folder, "--model_name_or_path", base, *data)
     load_whole(model_class, folder / "final")
@@ -169,12 +166,13 @@ PRETRAINED = ("pretrain", "--seq_length", 64)
         slow("qwen3_5", FINE_TUNED, "fsdp2"),
     ],
 )
-def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(tmp_path, rows, text_file, capsys, family, flags, config):
-    make(family, tmp_path / "base", more_weights=True)
-    template, *flags = flags
+def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(
+    tmp_path, rows, text_file, capsys, checkpoint, family, flags, config
+):
+    (base, _), (template, *flags) = checkpoint(family), flags
     data = ("--train_file", text_file) if template == "pretrain" else ("--train_file", rows, "--validation_file", rows)
     steps = ("--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4, "--metric_for_best_model", "none")
-    flags += ["--model_name_or_path", tmp_path / "base", *data, *steps, "--per_device_train_batch_size"]
+    flags += ["--model_name_or_path", base, *data, *steps, "--per_device_train_batch_size"]
     one = learn_here(template, tmp_path / "one", *flags, 4)
     two = run(template, tmp_path / "two", *flags, 2, processes=2, config=config)
     assert two.manifest(4)["strategy"].startswith(f"{config.upper()} x 2")
@@ -190,9 +188,9 @@ def test_two_processes_learn_what_one_does_and_go_on_bit_for_bit(tmp_path, rows,
 
     if "--load_in_4bit" in flags:
         assert "gate_up_proj" in one.summary and "stay in 16 bits" not in "".join(capsys.readouterr())
-        base = load_base(str(tmp_path / "base"), AdapterConfig(load_in_4bit=True), SpeedConfig(), Accelerator(cpu=True))
-        adapted = logits(PeftModel.from_pretrained(base.dequantize(), two.folder / "final"))
-        merged = logits(type(base).from_pretrained(two.folder / "merged", dtype=torch.float32))
+        whole = load_base(str(base), AdapterConfig(load_in_4bit=True), SpeedConfig(), Accelerator(cpu=True))
+        adapted = logits(PeftModel.from_pretrained(whole.dequantize(), two.folder / "final"))
+        merged = logits(type(whole).from_pretrained(two.folder / "merged", dtype=torch.float32))
         torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
 
 

@@ -30,14 +30,19 @@ def shared(*arguments, cwd=ROOT, check=True):
     return done
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new, "imports", imports_of)
+        yield
+
+
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
     """A project of each template."""
     folder = tmp_path_factory.mktemp("projects")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(new, "imports", imports_of)
-        for name in NAMES:
-            new.create(folder / name, new.build((name,), name))
+    for name in NAMES:
+        new.create(folder / name, new.build((name,), name))
     return folder
 
 

@@ -144,6 +144,7 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
         ("a.tsv", "a\tb\tb\n1\t2\t3\n", ":1: ", "a column is there twice .a, b, b"),
         ("a.csv", "a\tb\n1\t2, 3\n", ":1: ", r"'\\t' is between the columns: CSV has commas, TSV tabs"),
         ("a.tsv", "a,b\n1,2\n", ":1: ", "',' is between the columns"),
+        ("a.csv", "a;b\n1;2\n", ":1: ", "';' is between the columns: CSV has commas, TSV tabs"),
         ("a.txt", b"a\nb\xffcd", ":2: ", "not UTF-8 text; save it as UTF-8"),
         ("a.jsonl.gz", gzip.compress(b"{}\n{}\n" * 9 + b'{"a": "\xe9"}\n', mtime=0), ":19: ", "not UTF-8 text; save it"),
         ("a.csv", "a,b\n1,ä\n".encode("utf-16"), ":1: ", "not UTF-8 text; save it as UTF-8"),

@@ -1,5 +1,6 @@
 """The loss in chunks is the loss from whole logits, and so are its gradients."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -76,10 +77,16 @@ def gradients(model, mixed=False, loss_of=lambda model: causal_lm_loss(model, ba
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("compiled", [False, slow(True)])
-@pytest.mark.parametrize("at_once", [5 * VOCAB, 2**26])
+FEW, MANY = 5 * VOCAB, 2**26
+
+
+@pytest.mark.parametrize(
+    ("tied", "frozen", "at_once", "compiled"),
+    [
+        *((*case, False) for case in itertools.product((False, True), (False, True), (FEW, MANY))),
+        *(slow(*case, True) for case in ((False, False, FEW), (True, True, FEW), (True, False, MANY), (False, True, MANY))),
+    ],
+)
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once, compiled):
     """In fp32 to rounding, with chunks of five tokens (ten), of all; with a head that is trained or not."""
     monkeypatch.setattr(fused_head, "MAX_LOGITS", at_once)

@@ -1,7 +1,6 @@
 """Which class loads a checkpoint, what carries adapters, and recurrent layers that keep packed documents apart."""
 
 import random
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,21 +23,8 @@ CPU = torch.device("cpu")
 KERNELS = Path(__file__).parent / "kernels"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Writes a family's checkpoint once."""
-    root = tmp_path_factory.mktemp("families")
-
-    @cache
-    def written(family):
-        make(family, root / family)
-        return str(root / family)
-
-    return written
-
-
 def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoint):
-    name = checkpoint("qwen3_5")
+    name = str(checkpoint("qwen3_5")[0])
     config = transformers.AutoConfig.from_pretrained(name)
     assert class_of(config) is transformers.Qwen3_5ForConditionalGeneration
     whole = load_causal_lm(name, attn_implementation="auto")
@@ -51,7 +37,7 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
 
 def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint):
     """It gets no gradient, for which DDP would wait."""
-    model = load_causal_lm(checkpoint("ernie4_5_moe"), attn_implementation="auto")
+    model = load_causal_lm(str(checkpoint("ernie4_5_moe")[0]), attn_implementation="auto")
     assert outer_parts(model) == []
     frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
@@ -69,7 +55,7 @@ def test_a_weight_that_its_class_freezes_is_frozen_when_it_is_loaded(checkpoint)
     ],
 )
 def test_routers_carry_no_adapters_and_experts_do_if_peft_can(checkpoint, family, flags, modules, parameters, left_out):
-    base = load_causal_lm(checkpoint(family), attn_implementation="auto")
+    base = load_causal_lm(str(checkpoint(family)[0]), attn_implementation="auto")
     targets = find_targets(base, AdapterConfig(**flags))
     assert {name.rpartition(".")[2] for name in targets.target_modules} == set(modules.split())
     assert targets.target_modules == [name for name, _ in base.named_modules() if name in targets.target_modules]
@@ -98,20 +84,20 @@ def test_the_adapter_that_is_saved_has_short_names_and_loads_by_peft_alone(tmp_p
 
 
 def test_parameters_can_be_named(checkpoint):
-    base = load_causal_lm(checkpoint("glm4_moe"), attn_implementation="auto")
+    base = load_causal_lm(str(checkpoint("glm4_moe")[0]), attn_implementation="auto")
     named = find_targets(base, AdapterConfig(lora_target_modules=("q_proj", "experts.down_proj")))
     assert named.target_modules == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert named.target_parameters == ["experts.down_proj"]
     with pytest.raises(ConfigError, match="--lora_target_modules qproj: the model has no module of that name"):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
-    base = load_causal_lm(checkpoint("mistral_large4"), attn_implementation="auto")
+    base = load_causal_lm(str(checkpoint("mistral_large4")[0]), attn_implementation="auto")
     for name in ("experts.down_proj", "shared_experts.up_proj"):  # its adapter, and what is merged, would be empty
         with pytest.raises(ConfigError, match=f"PEFT would not load that of model.language_model.layers.1.mlp.{name}"):
             find_targets(base, AdapterConfig(lora_target_modules=("o_proj", name)))
 
 
 def test_recurrent_layers_are_not_packed_without_their_kernels(checkpoint):
-    model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
+    model = load_causal_lm(str(checkpoint("qwen3_5")[0]), attn_implementation="auto").eval()
     apart, why = isolation.isolate_documents(model, CPU, 2)
     assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
     with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):

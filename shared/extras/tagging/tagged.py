@@ -336,9 +336,9 @@ def open_texts(options: TaggedTextConfig, tokenizer: Any) -> TaggedData:
     if all(map(str.isdecimal, classes)):
         note("warning: the tags are numbers: --tag_names names them, and spans are found")
     lost = notes.counts["words"]
-    if texts := notes.counts["untold"]:
+    if untold := notes.counts["untold"]:
         note(
-            f"warning: {texts:,} texts have a tagged word without a token of its own: neither "
+            f"warning: {untold:,} texts have a tagged word without a token of its own: neither "
             f"learned nor scored; the first: {notes.first['untold'][0]}"
         )
     about = (
