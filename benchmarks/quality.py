@@ -9,7 +9,8 @@ Goal: no default is beaten by a peer's default by more than the spread of the se
 
 - texts: headlines of BBC news to one of 5 topics, 1,000 to train on. MiniLM-L6, all weights. Peer: Trainer, 3 epochs.
 - continued: the same, by an encoder that first found masked words in 1,200 articles of which none is scored. Beside it, in
-  one run: --flags "" "--model_name_or_path {folder}/minilm", and both with "--train_file {folder}/few.jsonl", of 100.
+  one run: --flags "" "--model_name_or_path {folder}/no_pooler", or minilm; and each with
+  "--train_file {folder}/few.jsonl", of 100.
 - tags: keywords, names of definitions, texts, comments and numbers in functions of Python's library, 1,000 to train on.
   MiniLM-L6, all weights. Peer: Trainer with the settings of transformers' run_ner.py, 3 epochs. F1 by seqeval.
 - chats: a news item to JSON with topic and headline. SmolLM2-135M-Instruct, LoRA. Peer: TRL's SFTTrainer as the header
