@@ -82,12 +82,7 @@ class Mirror:
             except CleanExit as error:
                 problem = error
         wait_for_main("the mirror is read")  # which may take longer than a collective waits
-
-        def agree() -> None:
-            if problem:
-                raise problem
-
-        on_main(agree)
+        on_main(lambda: problem)  # which raises it on all ranks
         return self
 
     def start(self) -> None:
@@ -293,7 +288,7 @@ class Mirror:
         """Before a save: if the disk has no room for another checkpoint, older ones go first, but
         only once the place has the latest. The main rank acts.
         """
-        if latest is None or not is_main_rank() or not (latest / MANIFEST).exists():
+        if not (latest and is_main_rank() and (latest / MANIFEST).exists()):
             return
         thing = Thing(latest)
         need = sum(file["size"] for file in thing.manifest["files"].values())

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pyarrow import ArrowException, fs
 
@@ -36,10 +36,7 @@ PART = 64 << 20  # bytes that are sent at once, and again if the connection brea
 FAILURES = (OSError, ArrowException)  # of a store
 
 
-T = TypeVar("T")
-
-
-def tried(work: Callable[[], T]) -> T:
+def tried(work: Callable[[], Any]) -> Any:
     """What `work` gives, after a few tries if the store fails."""
     for pause in PAUSES:
         try:
