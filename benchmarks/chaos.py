@@ -88,12 +88,11 @@ def broken(store: ObjectStore, url: str, folder: Path) -> list[str]:
     """What seems whole in the bucket, and is not."""
     found = []
     place = Place(url)
-    for writer in place.writers():
-        for name in place.whole(writer):
-            try:
-                place.fetch(f"{writer}/{name}", folder / name.rpartition("-")[0])
-            except (CheckpointError, OSError) as error:
-                found.append(str(error))
+    for path, name in place.whole().items():
+        try:
+            place.fetch(path, folder / name)
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
     return found
 
 

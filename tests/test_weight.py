@@ -54,7 +54,7 @@ EXTRAS = {
     "engines": 2_000,
     "experts": 2_500,
     "masked": 1_300,
-    "mirror": 4_200,
+    "mirror": 3_800,
     "mixture": 1_100,
     "optimizers": 1_800,
     "pipeline": 1_700,

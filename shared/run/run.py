@@ -336,8 +336,6 @@ class Run:
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""
         self.saver.wait()
-        if self.saver.mirror:
-            self.saver.mirror.wait()
         self.logger.close()
         for message in messages:
             print_main(message)

@@ -17,7 +17,7 @@ from shared.config.options import CheckpointConfig
 from shared.extras.mirror import mirror as mirrors
 from shared.extras.mirror import place as places
 from shared.extras.mirror.mirror import Mirror
-from shared.extras.mirror.place import Place, fetched, thing_of
+from shared.extras.mirror.place import Place, Thing, fetched
 from shared.process.errors import ConfigError, NotNow
 from shared.run import exits
 from shared.run.checkpoint_files import MANIFEST, CheckpointError, run_folder, write_manifest
@@ -100,16 +100,15 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 def files_of(url: str) -> dict[str, int]:
-    return {path: info.size for path, info in Place(url).look("").items() if info.is_file}
+    return {path: info.size for path, info in Place(url).look().items() if info.is_file}
 
 
 def whole(url: str, tmp_path: Path) -> list[str]:
     """Names of what is whole there, without hashes; each is read and compared with its hashes."""
     place, names = Place(url), []
-    for writer in place.writers():
-        for name in place.whole(writer):
-            names.append(name.rpartition("-")[0])
-            place.fetch(f"{writer}/{name}", tmp_path / "read" / names[-1])
+    for path, name in place.whole().items():
+        names.append(name)
+        place.fetch(path, tmp_path / "read" / name)
     return sorted(names)
 
 
@@ -118,7 +117,7 @@ def whole(url: str, tmp_path: Path) -> list[str]:
 
 def test_a_thing_is_whole_or_not_there_and_nothing_is_sent_twice(url, tmp_path, monkeypatch):
     monkeypatch.setattr(places, "PART", 1000)
-    place, thing = Place(url), thing_of(save(tmp_path, 7, size=2500))
+    place, thing = Place(url), Thing(save(tmp_path, 7, size=2500))
     sent = []
     put = place.put
     monkeypatch.setattr(place, "put", lambda path, content: (sent.append(path.split("/")[-1]), put(path, content)))
@@ -129,24 +128,23 @@ def test_a_thing_is_whole_or_not_there_and_nothing_is_sent_twice(url, tmp_path, 
         if not left[0]:
             raise ConnectionResetError
 
-    with pytest.raises(ConnectionResetError), thing.opened():
+    with pytest.raises(ConnectionResetError):
         place.send(thing, "writer-000001-a-b", breaks)
-    assert sent == [f"rank-0.safetensors.0000{n}" for n in range(3)] and place.whole("writer-000001-a-b") == []
-    with thing.opened():
-        shutil.move(thing.folder, tmp_path / "gone")  # deleted by the run meanwhile
-        place.send(thing, "writer-000001-a-b", lambda: None)
-        assert sent[3:] == [*(f"rank-1.safetensors.0000{n}" for n in range(3)), MANIFEST]
-        place.send(thing, "writer-000001-a-b", lambda: None)
-        place.send(thing, "writer-000002-a-c", lambda: None)  # the store copies its own parts
+    assert sent == [f"rank-0.safetensors.0000{n}" for n in range(3)] and place.whole() == {}
+    shutil.move(thing.folder, tmp_path / "gone")  # deleted by the run meanwhile
+    place.send(thing, "writer-000001-a-b", lambda: None)
+    assert sent[3:] == [*(f"rank-1.safetensors.0000{n}" for n in range(3)), MANIFEST]
+    place.send(thing, "writer-000001-a-b", lambda: None)
+    place.send(thing, "writer-000002-a-c", lambda: None)  # the store copies its own parts
     assert sent[7:] == [MANIFEST]
-    (name,) = place.whole("writer-000002-a-c")
-    place.fetch(f"writer-000002-a-c/{name}", tmp_path / "other")
+    (path,) = place.whole("writer-000002-a-c")
+    place.fetch(path, tmp_path / "other")
     assert (tmp_path / "other/rank-1.safetensors").read_bytes() == (tmp_path / "gone/rank-1.safetensors").read_bytes()
     place.delete("writer-000001-a-b")
     assert place.writers() == ["writer-000002-a-c"]
-    put(f"writer-000002-a-c/{name}/rank-1.safetensors.00001", b"x" * 1000)
+    put(f"{path}/rank-1.safetensors.00001", b"x" * 1000)
     with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is damaged"):
-        place.fetch(f"writer-000002-a-c/{name}", tmp_path / "other")
+        place.fetch(path, tmp_path / "other")
     put(f"writer-000002-a-c/evil/{MANIFEST}", json.dumps({"files": {"../../x": {"size": 1}}}).encode())
     with pytest.raises(CheckpointError, match="is not below it"):
         place.fetch("writer-000002-a-c/evil", tmp_path / "other")
@@ -234,7 +232,6 @@ def test_a_store_that_dies_stops_nothing_and_gets_the_rest_later(tmp_path, objec
     save(mirror.dir, 2)
     monkeypatch.setattr(mirrors, "SAID", 0.0)
     wait_until(lambda: mirror.problem)
-    mirror.deadline = float("inf")
     end(mirror)
     said = capsys.readouterr().err
     assert "warning: --mirror_to s3://bucket/dies lacks checkpoint-000002 (When" in said and "Could not connect" in said
@@ -258,7 +255,7 @@ def test_a_slow_store_gets_whole_checkpoints_of_a_run_that_saves_faster(tmp_path
         shutil.rmtree(mirror.dir / f"checkpoint-{step - 2:06d}", ignore_errors=True)
         time.sleep(0.15)
     place = Place(str(tmp_path / "place"))
-    seen = [name for name in place.whole(mirror.writer) if name.startswith("checkpoint-")]
+    seen = [name for name in place.whole().values() if name.startswith("checkpoint-")]
     assert seen and seen[0] < "checkpoint-000011" and not mirror.problem
     end(mirror)
     assert "checkpoint-000012" in whole(str(tmp_path / "place"), tmp_path)

@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from shared.config.options import CheckpointConfig
 from shared.data.prepared import fingerprint
-from shared.extras.mirror.place import FAILURES, Place, Thing, thing_of
+from shared.extras.mirror.place import FAILURES, Place, Thing
 from shared.process import faults
 from shared.process.collectives import on_main, wait_for_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line
@@ -53,8 +54,7 @@ class Mirror:
         self.sent: set[str] = set()  # names of things that are there
         self.problem = ""  # the last one
         self.lost = False
-        self.deadline = math.inf
-        self.asked: list[threading.Event] = []  # of those who wait for everything to be sent
+        self.asked: threading.Event | None = None  # to be set once everything is sent
         self.wake, self.over = threading.Event(), threading.Event()
         self.threads: list[threading.Thread] = []
         self._things: dict[tuple[Path, int, int], Thing] = {}
@@ -82,12 +82,7 @@ class Mirror:
             except CleanExit as error:
                 problem = error
         wait_for_main("the mirror is read")  # which may take longer than a collective waits
-
-        def agree() -> None:
-            if problem:
-                raise problem
-
-        on_main(agree)
+        on_main(lambda: problem)  # which raises it on all ranks
         return self
 
     def start(self) -> None:
@@ -111,7 +106,7 @@ class Mirror:
         run = newest.split("-")[2] or secrets.token_hex(4)
         mark = self.dir / ID
         before = mark.read_text() if mark.exists() else ""
-        if run != before and checkpoints(self.dir) and place.whole(newest):
+        if run != before and checkpoints(self.dir) and place.whole():
             raise ConfigError(
                 f"--mirror_to {place.name} holds another run than --output_dir {self.dir}: choose "
                 "another place, or an empty folder to continue that run"
@@ -126,75 +121,65 @@ class Mirror:
             time.sleep(SETTLE)
             if (holder := max(place.writers())) != self.writer:
                 place.delete(self.writer)
-                raise self._refused(holder)
+                raise self._refused(place.read(f"{holder}/lease"))
         mark.write_text(run)
 
     def _wait_for(self, writer: str) -> None:
         """Return if this writer's lease is free, or not renewed while it is watched."""
-        seen = None
+        seen = b""
         until = math.inf
-        while time.monotonic() < until:
-            lease = self.place.look(writer, deep=False).get("lease")
-            # of clocks that do not agree, a long time alone can be believed
-            if lease is None or time.time() - lease.mtime_ns / 1e9 > 20 * LEASE:
-                return
-            if seen is None:
-                seen, until = lease.mtime_ns, time.monotonic() + LEASE
-                print_main(f"waiting up to {LEASE:g} s: does another machine train this run?")
-            elif lease.mtime_ns != seen:
-                raise self._refused(writer)
-            time.sleep(LEASE / 30)
+        with contextlib.suppress(FileNotFoundError):  # it is free
+            while time.monotonic() < until:
+                lease = self.place.read(f"{writer}/lease")
+                if not seen:
+                    seen, until = lease, time.monotonic() + LEASE
+                    print_main(f"waiting up to {LEASE:g} s: does another machine train this run?")
+                elif lease != seen:
+                    raise self._refused(lease)
+                time.sleep(LEASE / 30)
 
-    def _refused(self, writer: str) -> NotNow:
-        by = "another machine"
-        with contextlib.suppress(*FAILURES):
-            by = self.place.read(f"{writer}/lease").decode(errors="replace")
+    def _refused(self, lease: bytes) -> NotNow:
         return NotNow(
-            f"--mirror_to {self.place.name}: {by} trains this run: wait for it, stop it, or choose "
-            "another place"
+            f"--mirror_to {self.place.name}: {lease.decode(errors='replace')} trains this run: "
+            "wait for it, stop it, or choose another place"
         )
 
     def _fetch(self) -> None:
-        """Put the newest whole checkpoint into the run's folder, and what belongs to it, if there
-        is none as new.
-        """
-        problem: CheckpointError | None = None
-        for writer in reversed(self.place.writers()):
-            names = self.place.whole(writer)
-            places = {name.rpartition("-")[0]: f"{writer}/{name}" for name in names}
-            for name in reversed([name for name in places if name.startswith("checkpoint-")]):
-                for folder in checkpoints(self.dir):
-                    with contextlib.suppress(CheckpointError):
-                        if _step(folder) >= _step(name) and verify(folder):
-                            return
-                print_main(f"fetching {name} from {self.place.name}")
-                try:
-                    self._fetch_with(name, places)
-                except CheckpointError as error:
-                    problem = error
-                    print_main(f"warning: {error}; the one before it is used")
-                else:
-                    return
-        if problem and not checkpoints(self.dir):
-            raise problem
-
-    def _fetch_with(self, name: str, places: dict[str, str]) -> None:
-        """Fetch a checkpoint, the best one that it knows of, logs and models. The checkpoint comes
-        before models: these are refused in a folder without one.
+        """Put the newest whole checkpoint into the run's folder, if there is none as new, with the
+        best one that it knows of, logs and models.
         """
         place = self.place
-        best = json.loads(place.read(f"{places[name]}/{MANIFEST}"))["state"]["best_step"]
-        if "logs" in places:
-            place.fetch_logs(places["logs"], self.dir)
-        best_name = f"checkpoint-{best:06d}"
-        for each in dict.fromkeys((best_name, name, *MODELS)):
-            if each in places:
-                place.fetch(places[each], self.dir / each)
+        whole = place.whole()
+        newest = {name: path for path, name in whole.items()}
+        problem: CheckpointError | None = None
+        for path, name in reversed(whole.items()):
+            if not name.startswith("checkpoint-"):
+                continue
+            for folder in checkpoints(self.dir):
+                with contextlib.suppress(CheckpointError):
+                    if _step(folder) >= _step(name) and verify(folder):
+                        return
+            print_main(f"fetching {name} from {place.name}")
+            try:
+                best = json.loads(place.read(f"{path}/{MANIFEST}"))["state"]["best_step"]
+                newest[name] = path
+                if "logs" in newest:
+                    place.fetch_logs(newest["logs"], self.dir)
+                # models last: they are refused in a folder without a checkpoint
+                for each in dict.fromkeys((f"checkpoint-{best:06d}", name, *MODELS)):
+                    if each in newest:
+                        place.fetch(newest[each], self.dir / each)
+                return
+            except CheckpointError as error:
+                problem = error
+                print_main(f"warning: {error}; the one before it is used")
+        if problem and not checkpoints(self.dir):
+            raise problem
 
     # Meanwhile ------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        by = f"process {os.getpid()} on {socket.gethostname()}"
+        by = f"process {os.getpid()} on {socket.gethostname()} (seen {datetime.now()})"
         self.place.put(f"{self.writer}/lease", by.encode())
 
     def _beat(self) -> None:
@@ -221,9 +206,14 @@ class Mirror:
         tries = 0
         said = -math.inf
         while not (self.lost or self.over.is_set()):
-            asked = [*self.asked]
+            asked = self.asked
+            everything = asked is not None and not asked.is_set()
+            pause = LOOK
             try:
-                self._send_new(everything=bool(asked))
+                self._send_new(everything=everything)
+                tries, self.problem = 0, ""
+                if asked:
+                    asked.set()
             except FAILURES as error:
                 # the run may have deleted what was to be sent: a second failure is the store's
                 tries += 1
@@ -232,28 +222,22 @@ class Mirror:
                     said = time.monotonic()
                     print_main(f"warning: --mirror_to {self.place.name}: {self.problem}; trying on")
                 pause = min(60, 2 ** (tries - 2))
-            else:
-                tries, self.problem, pause = 0, "", LOOK
-                for event in asked:
-                    self.asked.remove(event)  # before its waiter looks
-                    event.set()
             self.wake.wait(pause)
             self.wake.clear()
-        for event in self.asked:
-            event.set()
 
     def _wanted(self) -> list[Thing]:
         """What the place should have: the newest checkpoint, before it the best, and models."""
         own = [folder for folder in checkpoints(self.dir) if (folder / MANIFEST).exists()]
-        folders = own[-1:] + [self.dir / name for name in MODELS if (self.dir / name).is_dir()]
+        folders = own[-1:]
         if own:
             best = json.loads((own[-1] / MANIFEST).read_text())["state"]["best_step"]
             folders = [folder for folder in own[:-1] if _step(folder) == best] + folders
         wanted: dict[tuple[Path, int, int], Thing] = {}
-        for folder in folders:
-            stat = folder.stat()
-            key = folder, stat.st_ino, stat.st_mtime_ns
-            wanted[key] = self._things.get(key) or thing_of(folder)
+        for folder in folders + [self.dir / name for name in MODELS]:
+            if folder.is_dir():
+                stat = folder.stat()
+                key = folder, stat.st_ino, stat.st_mtime_ns
+                wanted[key] = self._things.get(key) or Thing(folder)
         self._things = wanted
         return [*wanted.values()]
 
@@ -261,73 +245,57 @@ class Mirror:
         wanted = self._wanted()
         if not everything and all(thing.name in self.sent for thing in wanted):
             return
-        with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        with tempfile.TemporaryDirectory() as temporary:
+            # the small files change while they are sent
+            own, logs = str(self.dir), Path(temporary, "logs")
+            others = lambda at, names: {*names} - {*FILES} if at == own else ()  # noqa: E731
+            shutil.copytree(own, logs, ignore=others)
             # first, so that the log has the lines up to the checkpoint's step
-            things = [thing_of(self._logs(Path(temporary, "logs"))), *wanted]
-            new = [thing for thing in things if thing.name not in self.sent]
-            for thing in new:
-                stack.enter_context(thing.opened())
-            for thing in new:
-                self.place.send(thing, self.writer, self._go_on)
-                self.sent.add(thing.name)
+            things = [Thing(logs), *wanted]
+            for thing in things:
+                if thing.name not in self.sent:
+                    self.place.send(thing, self.writer, self._go_on)
+                    self.sent.add(thing.name)
         self._prune({thing.name for thing in things})
-
-    def _logs(self, folder: Path) -> Path:
-        """A copy of the run's small files, which change while they are sent."""
-        folder.mkdir()
-        for path in (self.dir / name for name in FILES):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name)
-            elif path.exists():
-                shutil.copy(path, folder)
-        return folder
 
     def _prune(self, current: set[str]) -> None:
         """Delete as `Checkpointer` does; and what earlier writers have left, once it is not
         needed.
         """
-        whole = [n for n in self.place.whole(self.writer) if n.startswith("checkpoint-")]
-        keep = {"lease", ".tmp-lease", *current, *whole[-self.options.save_total_limit :]}
-        for name in self.place.look(self.writer, deep=False).keys() - keep:
-            self.place.delete(f"{self.writer}/{name}")
-        for writer in self.place.writers():
-            if whole and writer < self.writer:
-                self.place.delete(writer)
+        found = self.place.whole(self.writer).items()
+        own = [path for path, name in found if name.startswith("checkpoint-")]
+        keep = {f"{self.writer}/{name}" for name in ("lease", ".tmp-lease", *current)}
+        keep |= {*own[-self.options.save_total_limit :]}
+        old = [writer for writer in self.place.writers() if own and writer < self.writer]
+        for path in [*self.place.look(self.writer, deep=False).keys() - keep, *old]:
+            self.place.delete(path)
 
     # Waiting --------------------------------------------------------------------------------------
 
-    def _wait(self, seconds: float) -> bool:
-        """Whether everything is sent within so many seconds."""
-        if not is_main_rank() or len(self.threads) < 2:
-            return True
-        event = threading.Event()
-        self.asked.append(event)
+    def wait(self) -> bool:
+        """Whether everything is sent within --mirror_timeout seconds. The main rank calls this."""
+        self.asked = event = threading.Event()
         self.wake.set()
+        seconds = self.options.mirror_timeout
         until = time.monotonic() + seconds
         if not event.wait(min(3, seconds)) and not self.lost:
-            print_main(f"waiting for --mirror_to {self.place.name}: up to {seconds:.0f} s")
+            print_main(f"waiting for --mirror_to {self.place.name}: up to {seconds:g} s")
         while not (self.lost or event.wait(LOOK)) and time.monotonic() < until:
             pass
         return event.is_set() and not self.lost
-
-    def wait(self) -> None:
-        """At the end, wait until everything is sent, --mirror_timeout seconds at most."""
-        self.deadline = min(self.deadline, time.monotonic() + self.options.mirror_timeout)
-        self._wait(max(0, self.deadline - time.monotonic()))
 
     def make_room(self, latest: Path | None) -> None:
         """Before a save: if the disk has no room for another checkpoint, older ones go first, but
         only once the place has the latest. The main rank acts.
         """
-        if latest is None or not is_main_rank() or not (latest / MANIFEST).exists():
+        if not (latest and is_main_rank() and (latest / MANIFEST).exists()):
             return
-        thing = thing_of(latest)
-        manifest = json.loads(thing.index)
-        need = sum(file["size"] for file in manifest["files"].values())
-        best = manifest["state"]["best_step"]
+        thing = Thing(latest)
+        need = sum(file["size"] for file in thing.manifest["files"].values())
+        best = thing.manifest["state"]["best_step"]
         old = [p for p in checkpoints(self.dir) if _step(p) != best or p == latest]
         while old and shutil.disk_usage(self.dir).free < need:
-            if thing.name not in self.sent and not self._wait(self.options.mirror_timeout):
+            if thing.name not in self.sent and not self.wait():
                 return  # the save may find room, or says that there is none
             print_main(f"{self.dir}: no room for the next checkpoint: {old[0].name} is removed")
             remove(old.pop(0))
@@ -336,9 +304,10 @@ class Mirror:
         """Send what is left, say what is missing, and let go of the lease. The main rank calls
         this when the run has ended.
         """
+        is_done = len(self.threads) < 2  # nothing was to be sent
         with contextlib.suppress(BaseException):  # a second signal: the run has ended anyway
-            self.wait()
-            if self.asked and not self.lost:
+            is_done = is_done or self.wait()
+            if not (is_done or self.lost):
                 missing = [t.folder.name for t in self._wanted() if t.name not in self.sent]
                 print_main(
                     f"warning: --mirror_to {self.place.name} lacks "
@@ -346,14 +315,11 @@ class Mirror:
                     f"({self.problem or 'it does not answer'}): the "
                     "same command sends the rest, as long as this folder is there"
                 )
-        is_done = not (self.asked or self.lost)
         self.over.set()
         self.threads[0].join(5)
         with contextlib.suppress(*FAILURES):
             if is_done:
                 self.place.files.delete_file(f"{self.writer}/lease")
-                if not self.place.whole(self.writer):
-                    self.place.delete(self.writer)
 
 
 def _step(checkpoint: Path | str) -> int:

@@ -19,10 +19,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from pyarrow import ArrowException, fs
 
@@ -38,10 +36,7 @@ PART = 64 << 20  # bytes that are sent at once, and again if the connection brea
 FAILURES = (OSError, ArrowException)  # of a store
 
 
-T = TypeVar("T")
-
-
-def tried(work: Callable[[], T]) -> T:
+def tried(work: Callable[[], Any]) -> Any:
     """What `work` gives, after a few tries if the store fails."""
     for pause in PAUSES:
         try:
@@ -53,47 +48,36 @@ def tried(work: Callable[[], T]) -> T:
     return work()
 
 
-@dataclass
 class Thing:
     """A folder that is whole at a place, or not there.
 
+    A checkpoint goes by its own manifest, any other folder by one that is made here. Files stay
+    open, so that they can be sent although the run deletes them.
+
     Args:
         folder: on this machine.
-        index: the bytes of its manifest: at least checksum and size of all files.
     """
 
-    folder: Path
-    index: bytes
-    files: dict[str, IO[bytes]] = field(default_factory=dict)  # while they are open
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Hold the files open, so that they can be sent although the run deletes them."""
-        with ExitStack() as stack:
-            for name in json.loads(self.index)["files"]:
-                self.files[name] = stack.enter_context((self.folder / name).open("rb"))
-            yield
-
-    @property
-    def name(self) -> str:
-        return f"{self.folder.name}-{hashlib.sha256(self.index).hexdigest()[:12]}"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / MANIFEST).exists():
+            self.index = (folder / MANIFEST).read_bytes()
+        else:
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+            files = {str(path.relative_to(folder)): digest(path) for path in paths}
+            self.index = json.dumps({"files": files}).encode()
+        self.manifest = json.loads(self.index)
+        self.name = f"{folder.name}-{hashlib.sha256(self.index).hexdigest()[:12]}"
+        self.files = {name: (folder / name).open("rb") for name in self.manifest["files"]}
 
 
-def thing_of(folder: Path) -> Thing:
-    """A checkpoint by its own manifest, any other folder by one that is made here."""
-    if (folder / MANIFEST).exists():
-        return Thing(folder, (folder / MANIFEST).read_bytes())
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {str(path.relative_to(folder)): digest(path) for path in paths}
-    return Thing(folder, json.dumps({"files": files}).encode())
-
-
-def parts(name: str, size: int) -> Iterator[tuple[str, int, int]]:
-    """(name, begin, bytes) of each part of a file."""
-    count = max(1, -(-size // PART))
-    for number in range(count):
-        begin = number * PART
-        yield name + f".{number:05d}" * (count > 1), begin, min(PART, size - begin)
+def parts(files: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
+    """(file, part, begin, bytes) of each part of a manifest's files."""
+    for name, facts in files.items():
+        begins = range(0, facts["size"] or 1, PART)
+        for number, begin in enumerate(begins):
+            part = name + f".{number:05d}" * (len(begins) > 1)
+            yield name, part, begin, min(PART, facts["size"] - begin)
 
 
 class Place:
@@ -120,35 +104,34 @@ class Place:
         self.is_local = not is_url
         self.files = fs.SubTreeFileSystem(path, files)
 
-    def look(self, folder: str, *, deep: bool = True) -> dict[str, Any]:
-        """What is in a folder, by its path there. Nothing if it does not exist."""
+    def look(self, folder: str = "", *, deep: bool = True) -> dict[str, Any]:
+        """What is in a folder, by path. Nothing if it does not exist."""
         selector = fs.FileSelector(folder, recursive=deep, allow_not_found=True)
-        found = tried(lambda: self.files.get_file_info(selector))
-        return {os.path.relpath(info.path, folder or "."): info for info in found}
+        return {info.path: info for info in tried(lambda: self.files.get_file_info(selector))}
 
     def writers(self) -> list[str]:
-        return sorted(name for name in self.look("", deep=False) if name.startswith("writer-"))
+        return sorted(path for path in self.look(deep=False) if path.startswith("writer-"))
 
-    def whole(self, writer: str) -> list[str]:
-        """Names of a writer's things that are whole, the earliest checkpoint first."""
-        found = (path.split("/") for path in self.look(writer))
-        names = (path[0] for path in found if path[1:] == [MANIFEST])
-        return sorted(names, key=lambda name: (len(name), name))  # steps of six digits and more
+    def whole(self, writer: str = "") -> dict[str, str]:
+        """`writer/name` of what is whole, and what it is called in a run's folder. The latest
+        writer's are last, and of these the latest checkpoint.
+        """
+        paths = (path.split("/") for path in self.look(writer))
+        found = [path[:2] for path in paths if path[2:] == [MANIFEST]]
+        # steps have six digits and more
+        found.sort(key=lambda path: (path[0], len(path[1]), path[1]))
+        return {"/".join(path): path[1].rpartition("-")[0] for path in found}
 
     def read(self, path: str) -> bytes:
-        def read() -> bytes:
-            with self.files.open_input_file(path) as file:
-                content: bytes = file.read()
-            return content
-
-        return tried(read)
+        content: bytes = tried(lambda: self.files.open_input_file(path).read())
+        return content
 
     def put(self, path: str, content: bytes) -> None:
         """Write a file; a small one whole or not at all."""
         target = path
         if self.is_local:
             folder, name = os.path.split(path)
-            self.files.create_dir(folder, recursive=True)
+            self.files.create_dir(folder)
             target = f"{folder}/.tmp-{name}"
 
         def write() -> None:
@@ -164,27 +147,21 @@ class Place:
         sent again.
 
         Args:
-            thing: opened.
             go_on: called before each part; raises to give up.
         """
         where = f"{writer}/{thing.name}"
-        there = {path: info.size for path, info in self.look(where).items()}
-        if MANIFEST in there:
+        # of each part the latest writer's, which this one is
+        there = {(p.partition("/")[2], i.size): p for p, i in sorted(self.look().items())}
+        if f"{where}/{MANIFEST}" in there.values():
             return
-        others: dict[str, Any] = {}
-        for other in self.writers():
-            others |= self.look(f"{other}/{thing.name}") if other != writer else {}
-        for name, facts in json.loads(thing.index)["files"].items():
-            for part, begin, size in parts(name, facts["size"]):
-                go_on()
-                if there.get(part) == size:
-                    continue
-                if part in others and others[part].size == size:
-                    self.files.create_dir(os.path.dirname(f"{where}/{part}"))
-                    self.files.copy_file(others[part].path, f"{where}/{part}")
-                else:
-                    content = os.pread(thing.files[name].fileno(), size, begin)
-                    self.put(f"{where}/{part}", content)
+        for name, part, begin, size in parts(thing.manifest["files"]):
+            go_on()
+            source, target = there.get((f"{thing.name}/{part}", size)), f"{where}/{part}"
+            if source is None:
+                self.put(target, os.pread(thing.files[name].fileno(), size, begin))
+            elif source != target:
+                self.files.create_dir(os.path.dirname(target))
+                self.files.copy_file(source, target)
         go_on()
         self.put(f"{where}/{MANIFEST}", thing.index)
 
@@ -197,15 +174,16 @@ class Place:
         temporary = folder.with_name(f".tmp-{folder.name}")
         new_folder(temporary)
         index = self.read(f"{thing}/{MANIFEST}")
-        for name, facts in json.loads(index)["files"].items():
+        files = json.loads(index)["files"]
+        for name, part, _, _ in parts(files):
             path = temporary / name
             if not path.resolve().is_relative_to(temporary.resolve()):
                 raise CheckpointError(f"{self.name}/{thing}: {name} is not below it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for part, _, _ in parts(name, facts["size"]):
-                    file.write(self.read(f"{thing}/{part}"))
-            if digest(path) != facts:
+            with path.open("ab") as file:
+                file.write(self.read(f"{thing}/{part}"))
+        for name, facts in files.items():
+            if digest(temporary / name) != facts:
                 raise CheckpointError(f"{self.name}/{thing}: {name} is damaged")
         if folder.name.startswith("checkpoint-"):
             (temporary / MANIFEST).write_bytes(index)
@@ -214,15 +192,16 @@ class Place:
     def fetch_logs(self, thing: str, folder: Path) -> None:
         """Put the files of `writer/logs-...` into a run's folder."""
         with tempfile.TemporaryDirectory() as temporary:
-            self.fetch(thing, Path(temporary, "logs"))
-            Path(temporary, "logs/exit.json").unlink(missing_ok=True)  # how this run ends is open
-            shutil.copytree(Path(temporary, "logs"), folder, dirs_exist_ok=True)
+            logs = Path(temporary, "logs")
+            self.fetch(thing, logs)
+            (logs / "exit.json").unlink(missing_ok=True)  # how this run ends is open
+            shutil.copytree(logs, folder, dirs_exist_ok=True)
 
     def delete(self, folder: str) -> None:
         """Delete a folder: first the manifests, so that nothing in it seems whole."""
-        for path, info in self.look(folder).items():
+        for path in self.look(folder):
             if os.path.basename(path) == MANIFEST:
-                self.files.delete_file(info.path)
+                self.files.delete_file(path)
         self.files.delete_dir(folder)
 
 
@@ -238,26 +217,20 @@ def fetched(url: str, *, with_checkpoints: bool) -> Path:
     folder = cache_dir() / "mirrors" / fingerprint(url=url) / os.path.basename(url.rstrip("/"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for writer in reversed(place.writers()):
-            names = place.whole(writer)
-            if any(not name.startswith("logs-") for name in names):
-                break
-        else:
+        newest = {kind: path for path, kind in place.whole().items()}
+        if not newest.keys() - {"logs"}:
             raise ConfigError(f"{place.name}: no run is mirrored there")
-        for name in names:
-            kind = name.rpartition("-")[0]
+        for kind, path in newest.items():
             mark = folder / f".{kind}"
-            if mark.exists() and mark.read_text() == name:
-                continue
-            if kind.startswith("checkpoint-") and not with_checkpoints:
+            if mark.exists() and mark.read_text() == path:
                 continue
             if kind == "logs":
-                place.fetch_logs(f"{writer}/{name}", folder)
-            else:
-                place.fetch(f"{writer}/{name}", folder / kind)
-            mark.write_text(name)
+                place.fetch_logs(path, folder)
+            elif with_checkpoints or not kind.startswith("checkpoint-"):
+                place.fetch(path, folder / kind)
+                mark.write_text(path)
         for old in checkpoints(folder):
-            if not any(name.startswith(f"{old.name}-") for name in names):
+            if old.name not in newest:
                 discard(old)
     except FAILURES as error:
         raise NotNow(f"{place.name}: {first_line(error)}") from None
