@@ -18,11 +18,12 @@ BARS = 100
 HEAD = """<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>
 <title>Data</title><style>:root{color-scheme:light dark}
 body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid #8888;padding-left:1em}
+p,pre{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 monospace}
+p{margin:0;padding-left:21ch;text-indent:-21ch} pre{border-left:3px solid #8888;padding-left:1em}
 mark{background:#fc86;color:inherit} img{display:block;height:8em;max-width:100%;
 object-fit:contain;object-position:left;image-rendering:pixelated}
 table{width:100%;border-spacing:.5em 0} th{font-weight:normal;overflow-wrap:anywhere}
-th,td:last-child{text-align:right;width:1%;min-width:7em} hr{height:1em;margin:0;border:0;
+th{min-width:7em} th,td:last-child{text-align:right;width:1%} hr{height:1em;margin:0;border:0;
 background:#48c}</style><h1>Data</h1>"""
 
 
@@ -35,8 +36,7 @@ def draw(file: Path, lines: Sequence[str], total: Any, data: Any, tokenizer: Any
         data: the samples to train on.
         tokenizer: of their ids.
     """
-    said = escape("\n".join(lines))
-    body = [HEAD, f"<pre>{said}</pre>", histogram(total.unit, total.lengths)]
+    body = [HEAD, *(f"<p>{escape(line)}" for line in lines), histogram(total.unit, total.lengths)]
     if hasattr(data, "targets"):
         body.append(histogram("tokens that are learned", data.targets))
     if "classes" in total.numbers:
