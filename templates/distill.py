@@ -132,7 +132,8 @@ def build_model(setup: Setup, tokenizer: Any, train: Conversations) -> nn.Module
     """The student: all weights, or with --no_full adapters on a frozen base. Without dropout."""
     config = setup.config
     longest = config.data.seq_length + (config.max_new_tokens if config.on_policy else 0)
-    return load_tuned(setup, tokenizer, longest, rate_of=defaults.conversation_rate)
+    rate_of = defaults.full_rate if config.full else defaults.lora_rate
+    return load_tuned(setup, tokenizer, longest, rate_of=rate_of)
 
 
 def divergence(config: Config, p: Compared, *, own: bool = False) -> torch.Tensor:

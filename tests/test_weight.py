@@ -34,7 +34,7 @@ FOLDERS = {
 }
 # A copy of a template, without what it can do without: see tools/new.py.
 TEMPLATES = {
-    "distill": 91_700,
+    "distill": 91_300,
     "dpo": 86_500,
     "full_finetune": 78_400,
     "grpo": 86_200,
@@ -50,7 +50,7 @@ EXTRAS = {
     "averages": 300,
     "comparisons": 6_300,
     "deepspeed": 1_000,
-    "distillation": 4_100,
+    "distillation": 3_500,
     "engines": 2_000,
     "experts": 2_500,
     "masked": 1_300,
@@ -63,7 +63,7 @@ EXTRAS = {
     "rehearsal": 500,
     "remote": 1_200,
     "replicas": 1_600,
-    "report": 3_000,
+    "report": 2_900,
     "reward_model": 1_800,
     "sequence": 1_900,
     "streaming": 4_500,

@@ -61,15 +61,15 @@ def check(source: Source) -> tuple[tuple[int, int], str, int]:
         BadImage: it cannot, or it is a JPEG of which the end was not written.
     """
     # the cheapest way to read the whole file
-    pixels, mode, size = _decode(source, at_least=1)
-    content = read(source)
-    last = b""
-    if content[:2] == b"\xff\xd8":
+    pixels, mode, size, kind = _decode(source, at_least=1)
+    found = xxhash.xxh3_64(pixels.tobytes())
+    if kind in ("JPEG", "MPO"):
+        content = read(source)
         # the last scan of a JPEG never ends
         if content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):
             raise BadImage("the end of the file is missing")
-        last = content[content.rfind(b"\xff\xda") :]
-    return size, mode, xxhash.xxh3_64_intdigest(pixels.tobytes() + last) >> 1
+        found.update(content[content.rfind(b"\xff\xda") :])
+    return size, mode, found.intdigest() >> 1
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -94,11 +94,15 @@ def decode(source: Source, at_least: int | None = None) -> Image.Image:
     return _decode(source, at_least)[0]
 
 
-def _decode(source: Source, at_least: int | None) -> tuple[Image.Image, str, tuple[int, int]]:
-    """(what `decode` gives; the mode of the file; its width and height if it were not shrunk)."""
+def _decode(
+    source: Source, at_least: int | None
+) -> tuple[Image.Image, str, tuple[int, int], str | None]:
+    """(what `decode` gives; the mode of the file; its width and height if it were not shrunk; its
+    format).
+    """
     try:
         image: Image.Image = _open(source)
-        mode, size, shrunk = image.mode, image.size, None
+        mode, size, kind, shrunk = image.mode, image.size, image.format, None
         if at_least is not None and min(size) >= 2 * at_least:  # None: keep the mode
             shrunk = image.draft(None, (at_least, at_least))  # type: ignore[arg-type]
         if is_deep(image):  # who scales cameras' 12 bits by 16 learns black pictures
@@ -109,7 +113,7 @@ def _decode(source: Source, at_least: int | None) -> tuple[Image.Image, str, tup
         image = ImageOps.exif_transpose(image)
         if image.mode == "P" and "transparency" in image.info:
             image = image.convert("RGBA")
-        return image.convert("RGB"), mode, size if shrunk else image.size
+        return image.convert("RGB"), mode, size if shrunk else image.size, kind
     except BadImage:
         raise
     except FileNotFoundError:

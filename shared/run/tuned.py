@@ -23,7 +23,7 @@ def load_tuned(
     tokenizer: Any,
     seq_length: int,
     flag: str = "--seq_length",
-    rate_of: Callable[..., float] = defaults.preference_rate,
+    rate_of: Callable[[int], float] | None = None,
 ) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
     weights, trainable, in fp32. Chooses the learning rate, where none is given.
@@ -36,7 +36,7 @@ def load_tuned(
         setup: its config has the groups adapter and speed, `full` and `model_name_or_path`.
         seq_length: tokens of the longest row.
         flag: what makes it so long.
-        rate_of: width of the model, `full` -> learning rate.
+        rate_of: width of the model -> learning rate. None: that of preferences and rewards.
 
     Raises:
         ConfigError: the model does not take such rows, or such adapters.
@@ -50,10 +50,11 @@ def load_tuned(
     else:
         base = adapters.load_base(name, config.adapter, speed, setup.accelerator)
     width = defaults.width(base)
-    rate = rate_of(width, full=config.full)
-    # tiny, and needs long steps
-    if name == str(demo.MODEL) and rate_of is defaults.preference_rate:
+    rate = defaults.preference_rate(width, full=config.full)
+    if name == str(demo.MODEL):  # tiny, and needs long steps
         rate = 1e-3
+    if rate_of:
+        rate = rate_of(width)
     what = "all weights" if config.full else "LoRA"
     setup.set_defaults(f"{what}, width {width}", learning_rate=rate)
     require_fit(base, tokenizer, seq_length, flag)

@@ -44,18 +44,13 @@ def full_rate(width: int) -> float:
     return _rounded(lora_rate(width) / 10)
 
 
-def conversation_rate(width: int, *, full: bool) -> float:
-    """The peak rate for conversations: of all weights, or of adapters."""
-    return full_rate(width) if full else lora_rate(width)
-
-
 def preference_rate(width: int, *, full: bool) -> float:
     """The peak rate for DPO and its relatives: a thirtieth of that for conversations.
 
     With all weights of an 8B model that is 1e-6, as TRL has it; Zephyr (Tunstall et al., arXiv
     2310.16944) and Tulu 3 (Lambert et al., arXiv 2411.15124) took 5e-7.
     """
-    return _rounded(conversation_rate(width, full=full) / 30)
+    return _rounded((full_rate(width) if full else lora_rate(width)) / 30)
 
 
 def text_classification_rate(width: int, *, lora: bool) -> float:

@@ -15,9 +15,16 @@ from shared.data.order import EvenSubset
 
 EXAMPLES = 10
 BARS = 100
-HEAD = """<!doctype html><meta charset=utf-8><title>Data</title><style>body{font:15px sans-serif;
-max-width:60em;margin:2em auto;padding:0 1em;color-scheme:light dark} mark{background:#fc86}
-pre{white-space:pre-wrap;border-left:3px solid #8888;padding-left:1em}</style><h1>Data</h1>"""
+HEAD = """<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>
+<title>Data</title><style>:root{color-scheme:light dark}
+body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
+p,pre{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 monospace}
+p{margin:0;padding-left:21ch;text-indent:-21ch} pre{border-left:3px solid #8888;padding-left:1em}
+mark{background:#fc86;color:inherit} img{display:block;height:8em;max-width:100%;
+object-fit:contain;object-position:left;image-rendering:pixelated}
+table{width:100%;border-spacing:.5em 0} th{font-weight:normal;overflow-wrap:anywhere}
+th{min-width:7em} th,td:last-child{text-align:right;width:1%} hr{height:1em;margin:0;border:0;
+background:#48c}</style><h1>Data</h1>"""
 
 
 def draw(file: Path, lines: Sequence[str], total: Any, data: Any, tokenizer: Any) -> None:
@@ -29,8 +36,7 @@ def draw(file: Path, lines: Sequence[str], total: Any, data: Any, tokenizer: Any
         data: the samples to train on.
         tokenizer: of their ids.
     """
-    said = escape("\n".join(lines))
-    body = [HEAD, f"<pre>{said}</pre>", histogram(total.unit, total.lengths)]
+    body = [HEAD, *(f"<p>{escape(line)}" for line in lines), histogram(total.unit, total.lengths)]
     if hasattr(data, "targets"):
         body.append(histogram("tokens that are learned", data.targets))
     if "classes" in total.numbers:
@@ -47,17 +53,13 @@ def histogram(title: str, values: np.ndarray) -> str:
 
 
 def bars(title: str, counts: dict[str, int]) -> str:
-    """A picture with a bar for each of the first counts."""
+    """A bar for each of the first counts."""
     most = max(1, *counts.values())
-    shown = [*counts.items()][:BARS]
     rows = [
-        f"<text x=130 y={20 * n + 14} text-anchor=end>{escape(name[:18])}</text><rect x=135 "
-        f"y={20 * n} height=17 width={500 * count // most + 1} /><text x={640} y={20 * n + 14}>"
-        f"{count:,}</text>"
-        for n, (name, count) in enumerate(shown)
+        f"<tr><th>{escape(name)}<td><hr style=width:{100 * count / most:.1f}%><td>{count:,}"
+        for name, count in [*counts.items()][:BARS]
     ]
-    svg = f"<svg width=750 height={20 * len(rows)} font-size=12 fill=currentColor>"
-    return f"<h2>{escape(title)}</h2>{svg}{''.join(rows)}</svg>"
+    return f"<h2>{escape(title)}</h2><table>{''.join(rows)}</table>"
 
 
 def example(data: Any, number: int, tokenizer: Any) -> str:
@@ -69,11 +71,13 @@ def example(data: Any, number: int, tokenizer: Any) -> str:
         learned = f"{value}"
         if labels.problem_type != "regression":
             learned = ", ".join(labels.classes[n] for n in chosen)
-        about = f"{escape(str(data.shown(number)))}\n<mark>{escape(learned)}</mark>"
+        lines = "\n".join(map(str, data.shown(number).values()))
+        about = f"{escape(lines)}\n<mark>{escape(learned)}</mark>"
         if "image" not in sample:
             return about
         file = io.BytesIO()
-        sample["image"].resize((128, 128)).save(file, "PNG")
+        sample["image"].thumbnail((256, 256))
+        sample["image"].save(file, "PNG")
         encoded = base64.b64encode(file.getvalue()).decode()
         return f"<img src='data:image/png;base64,{encoded}'>\n{about}"
     if not hasattr(data, "tokens"):

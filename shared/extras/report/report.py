@@ -56,11 +56,10 @@ class Part:
     numbers: dict[str, Any] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, what: str, count: int, of: int, first: Iterable[str], more: str = "") -> None:
+    def add(self, what: str, count: int, of: int, first: Iterable[str]) -> None:
         if count:
-            text = SENTENCES[what] + more
-            first = [*first][:PLACES]
-            self.found[what] = {"count": count, "share": count / of, "first": first, "text": text}
+            about = {"first": [*first], "text": SENTENCES[what]}
+            self.found[what] = {"count": count, "share": count / of, **about}
 
     def look(self) -> None:
         """Fill `numbers` and `found`."""
@@ -68,28 +67,26 @@ class Part:
         samples = len(self.hashes)
         records = counts["read"] or samples
         for what in SENTENCES:
-            more = "".join(f"; {text}" for text in self.longer(records)) * (what == "cut")
-            self.add(what, counts[what], records, self.notes.first.get(what, ()), more)
+            self.add(what, counts[what], records, self.notes.first.get(what, ()))
+        if counts["cut"]:
+            self.found["cut"]["text"] += self.longer(records)
         _, first, numbers = np.unique(self.hashes, return_index=True, return_inverse=True)
         copies = np.flatnonzero(first[numbers] != np.arange(samples))
-        self.add("duplicates", len(copies), samples, map(self.place, copies[:PLACES].tolist()))
-        ends = {"shortest": int(self.lengths.argmin()), "longest": int(self.lengths.argmax())}
+        self.add("duplicates", len(copies), samples, map(self.place, copies[:PLACES]))
+        ends: Any = {"shortest": self.lengths.argmin(), "longest": self.lengths.argmax()}
         self.numbers = {"records": records, "samples": samples, **self.numbers}
         for name, sample in ends.items():
             self.numbers[name] = f"{self.lengths[sample]:,} {self.unit}: {self.place(sample)}"
         self.numbers["half have at most"] = f"{np.median(self.lengths):,.0f} {self.unit}"
 
-    def longer(self, records: int) -> Iterable[str]:
+    def longer(self, records: int) -> str:
         """Which --seq_length would cut fewer samples."""
-        lengths = sorted((int(n), count) for n, count in self.notes.named("length ").items())
-        left = sum(count for _, count in lengths)
-        enough: dict[int, str] = {}
-        for length, count in lengths:
-            for share, said in SHARES.items():
-                if left - count <= share * records < left:
-                    enough[length] = said
-            left -= count
-        return [f"--seq_length {length} cuts {said}" for length, said in enough.items()]
+        lengths = sorted(map(int, Counter(self.notes.named("length ")).elements()))
+        enough = {}
+        for share, said in SHARES.items():
+            if (left := int(share * records)) < len(lengths):
+                enough[lengths[-1 - left]] = said
+        return "".join(f"; --seq_length {length} cuts {said}" for length, said in enough.items())
 
 
 def write(setup: Any, train: Any, held_out: Any, tokenizer: Any) -> None:
@@ -116,19 +113,18 @@ def write(setup: Any, train: Any, held_out: Any, tokenizer: Any) -> None:
         part.look()
     hashes, place = split_of(held_out)
     both = np.flatnonzero(np.isin(hashes, split_of(train)[0]))
-    total.add("overlap", len(both), len(hashes), map(place, both[:PLACES].tolist()))
+    total.add("overlap", len(both), len(hashes), map(place, both[:PLACES]))
     labels = getattr(train, "labels", None)
     if labels is not None and len(counts := labels.counts()):
         total.numbers["classes"] = dict(zip(labels.classes, counts.tolist(), strict=True))
         single = [name for name, count in total.numbers["classes"].items() if count == 1]
-        total.add("single", len(single), len(counts), single)
+        total.add("single", len(single), len(counts), single[:PLACES])
     report = {part.name: {**part.numbers, "found": part.found} for part in shown}
     text = redact(json.dumps({"version": 1, "parts": report}, indent=1, ensure_ascii=False))
-    folder = setup.config.checkpoint.output_dir or Path("outputs", setup.name)
+    folder = setup.dir
     if options.preprocess_only:
-        folder = folder.resolve().with_name(f"{folder.resolve().name}-data")
-    else:
-        folder = setup.dir
+        run = (setup.config.checkpoint.output_dir or Path("outputs", setup.name)).resolve()
+        folder = run.with_name(f"{run.name}-data")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.json").write_text(text, encoding="utf-8")
     if options.preprocess_only:
