@@ -116,6 +116,7 @@ def test_told_where_the_targets_are_the_loss_is_the_same(fused, share):
     untold = dict(told)
     told["targets"] = (told["labels"].flatten() != IGNORED).nonzero().flatten()
     losses = [causal_lm_loss(model, asked) for asked in (told, untold)]
+    assert (losses[1] == 0) == (share == 0)
     found, expected = ([loss, *torch.autograd.grad(loss, model.parameters())] for loss in losses)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
