@@ -13,6 +13,9 @@
 # also after the job was queued again. Without a container, activate the virtual environment first. A container sees this
 # folder; MOUNTS=/data,/models adds others.
 #
+# What your site may want: `sbatch -A ACCOUNT -p PARTITION`, or #SBATCH lines here; `module load`; NCCL_SOCKET_IFNAME; and
+# RETRIES=3, how often a run that fails without a new checkpoint is queued again.
+#
 #SBATCH --job-name=train
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -53,7 +53,7 @@ class Config:
     config_overrides: str | None = None
     freeze_backbone: bool = False  # Train only the head of --model_name_or_path (linear probing)
     sync_batchnorm: bool = False  # BatchNorm normalises over the images of all ranks (GPUs only)
-    # Height and width in pixels; if not given, the model's own, else 224
+    # Height and width in pixels; if not given, those the model is for, else 224
     image_size: Annotated[int, within(at_least=8, at_most=4096)] | None = None
     # Share of the image that evaluation crops; if not given, that of the trained weights, or 0.875
     crop_pct: PositiveShare | None = None
@@ -112,12 +112,12 @@ from shared.evaluation.kinds import SampleLosses
 from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
-from shared.images.processor import ToModel, image_processor, timm_settings
+from shared.images.processor import ToModel, image_processor, size_of, timm_settings
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.classifier import make_shardable, measure_on_device
-from shared.models.hub import attention_option, from_hub
+from shared.models.hub import attention_option, from_hub, override
 from shared.models.image_classifier import with_image_size
 from shared.models.pooled_head import PooledHead
 from shared.models.resolution import at_resolution
@@ -136,8 +136,21 @@ def with_defaults(config: Config) -> Config:
         values |= {"metric_for_best_model": "map", "label_smoothing": 0.0}
     if config.data.is_demo:
         values |= DIGITS if config.model_name_or_path else DIGITS | OF_SMALL_RESNET
+    elif not config.model_name_or_path:
+        values["image_size"] = size_of(architecture(config))
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
+
+
+def architecture(config: Config) -> Any:
+    """Of a model that begins with random weights."""
+    made: Any = ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
+    )
+    if config.config_name:
+        made = from_hub(AutoConfig, config.config_name)
+    override(made, config.config_overrides)
+    return made
 
 
 def build_loaders(
@@ -182,13 +195,8 @@ def build_model(
         if config.freeze_backbone:
             image_classifier.freeze_backbone(model)
         return model, classes
-    architecture: Any = ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
-    )
-    if config.config_name:
-        architecture = from_hub(AutoConfig, config.config_name)
-    architecture = with_image_size(architecture, config.config_overrides, image_size)
-    model = image_classifier.from_scratch(architecture, classes, **options)
+    made = with_image_size(architecture(config), image_size)
+    model = image_classifier.from_scratch(made, classes, **options)
     return at_resolution(model, image_size), classes
 
 

@@ -297,7 +297,8 @@ sbatch jobs/slurm.sh {first}
 ## Upgrade
 
 Git merges later changes of the templates into your files. Your edits stay, and conflicts are marked: see "Later improvements" in
-`docs/copying.md` of the templates' repository{_commit()}. {"Anywhere" if PACKAGED else "There"}, `{CALLED} plan` predicts GPU memory.
+`docs/copying.md` of the templates' repository{_commit()}. {"Anywhere" if PACKAGED else "There"}, `{CALLED} evaluate`
+and `ask` take a run of this project, and `plan` predicts the GPU memory of language models.
 What comes from the templates is under the Apache License 2.0: see `shared/LICENSE`.
 """
 

@@ -116,6 +116,8 @@ class PlanConfig:
             value = getattr(self, name)
             if value and value not in known and value != "single_gpu":
                 raise ConfigError(f"--{name} is one of {', '.join(known)}, not {value!r}")
+        if self.template == "image_classification":
+            raise ConfigError("plan is for language models; of images: docs/recipes.md")
         line = support.refusal(self.template or "", self.launch or "", self.features)
         if line:
             raise ConfigError(f"{line} (docs/support.md)")

@@ -62,7 +62,7 @@ def open_sources(config: DataConfig, *, demo: Source) -> tuple[Source, Source | 
     listed = cache(partial(list_files, named, held_out))
 
     def source(number: int, names: Sequence[str]) -> Source:
-        name = label(names[0]) if len(names) == 1 else f"{len(names)} files"
+        name = label(names[0]) if len(names) == 1 else f"{len(names)} files or folders"
         return Source(name, lambda: listed()[number], lambda: read_records(listed()[number]))
 
     hub = partial(_hub_source, config)

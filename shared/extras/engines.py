@@ -171,9 +171,11 @@ class Server:
         self.folder = Path()
         self.base = ""
         self.lost = False  # whether it was away since the weights were sent
+        self.guard: Any = None  # of the run: it knows of a signal
 
     def renew(self, run: Run, model: nn.Module) -> None:
         """Send the present weights. Every rank calls this."""
+        self.guard = run.guard
         full = self.config.full
         name = self.config.model_name_or_path
         dtype = dtype_of(name)
@@ -309,6 +311,10 @@ class Server:
                         f"waiting for the vLLM server at {self.config.rollout_server}: "
                         f"{first_line(error)}"
                     )
+                if self.guard.received:  # the others may wait for this one's answers
+                    stopped = exits.Stopped("stopped while waiting for the vLLM server")
+                    stopped.alone = True
+                    raise stopped from None
                 time.sleep(1)
 
     def _check(self, response: Any) -> None:

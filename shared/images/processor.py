@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, BitImageProcessor
+from transformers import AutoConfig, AutoImageProcessor, BitImageProcessor
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared.models.hub import from_hub
@@ -23,13 +23,20 @@ UNLIKE_OURS = {
 }
 
 
+def size_of(config: Any) -> int:
+    """Height and width of the images that an architecture is for; 224, if it takes any."""
+    timm = getattr(config, "pretrained_cfg", None) or {}
+    size = getattr(config, "image_size", None) or timm.get("input_size") or 224
+    return size[-1] if isinstance(size, list | tuple) else size
+
+
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
     """The processor of evaluation and of final/: resize the short side, crop the centre, normalise.
 
     Args:
         name: model that gives sizes, mean, deviation and interpolation; None, or one without a
             processor: ImageNet's.
-        image_size: height and width in pixels; None: the model's, else 224.
+        image_size: height and width in pixels; None: the processor's, else the model's, or 224.
         crop_pct: share of the resized image that the crop keeps; None: the model's, else 0.875.
     """
     own: Any = None
@@ -53,7 +60,9 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         size = timm["input_size"][-1]
         share = timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
-    elif own is not None:
+    elif own is None:
+        size = size_of(from_hub(AutoConfig, name)) if name and not image_size else size
+    else:
         mean = own.image_mean or mean
         std = own.image_std or std
         resample = own.resample if own.resample is not None else resample

@@ -148,7 +148,7 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         extra = named and (named[1] or named[2])
         return ConfigError(
             f"shared/extras/{extra or ''} is not in this project: add it with the line that its "
-            f"README.md gives (python -m shared new ... --with {extra or 'EXTRA'})"
+            f"README.md gives (... new ... --with {extra or 'EXTRA'})"
         )
     if is_out_of_memory(error):
         return OutOfMemory(error, config)

@@ -184,8 +184,9 @@ class Logger:
         epochs = {f"epochs/{name}": drawn / size for name, (size, drawn) in sources}
         values |= epochs
         loss = means.get("loss", math.nan)
-        self._warn_of_a_spike(loss)
         shown = "reward" if "reward" in means else "loss"  # that of rewards is 0 in the mean
+        if shown == "loss":
+            self._warn_of_a_spike(loss)
         digits = 0 if rate >= 10 else 2
         progress = f"{shown} {means.get(shown, loss):.3f}, {rate:,.{digits}f} {self.passed}/s"
         progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())

@@ -68,6 +68,8 @@ def note_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> N
     """Say what differs from a checkpoint, and may."""
     facts = _changes(before, now)
     lines = _changes(before["settings"], now["settings"])
+    new = now["settings"].keys() - before["settings"].keys()
+    lines |= {name: f"{name} is new, {now['settings'][name]!r}" for name in sorted(new)}
     lines |= {name: facts[name] for name in ("strategy", "versions") if name in facts}
     if lines:
         note(f"settings that differ from those of {folder.name}:", *lines.values())

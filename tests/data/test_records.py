@@ -274,7 +274,7 @@ def test_a_file_that_is_named_for_validation_is_not_trained_on(tmp_path, monkeyp
         config = DataConfig(train_file=("data", str(data / "v*")), validation_file=(named,))
         train, validation = open_sources(config, demo=DEMO)
         assert [path.resolve() for path in train.identity()] == [a, b]
-        assert (train.name, validation.name) == ("2 files", named)
+        assert (train.name, validation.name) == ("2 files or folders", named)
         for _ in range(2):  # it can be read again
             assert [record["n"] for _, record in train.read()] == ["a", "b"]
         assert [record["n"] for _, record in validation.read()] == ["val"]

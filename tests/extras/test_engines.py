@@ -5,12 +5,14 @@ import signal
 import sys
 import threading
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shared.extras import engines
 from shared.process.errors import ConfigError
+from shared.run import exits
 from tests.conftest import LAUNCHER, ROOT, free_port, load_template, refusal, run, slow, write_lines
 
 KEY = {"VLLM_API_KEY": "a-key-that-no-log-has"}
@@ -111,6 +113,13 @@ def test_continuous_batching_of_a_part_of_the_weights_is_refused(base, tmp_path)
     given = (*base[1], "--rollout_engine", "continuous")
     other = run("grpo", tmp_path / "run", *given, processes=2, config="fsdp2", check=False)
     assert other.returncode and "--rollout_engine continuous: needs all weights in each process" in other.output
+
+
+def test_a_signal_ends_the_wait_for_a_server():
+    server = engines.Server(SimpleNamespace(rollout_server=f"http://127.0.0.1:{free_port()}"), None, None)
+    server.guard = SimpleNamespace(received=signal.SIGTERM)
+    with pytest.raises(exits.Stopped, match="while waiting for the vLLM server"):
+        server._get_base()
 
 
 def test_weights_of_importance_are_cut_and_counted(tiny_model):
