@@ -443,6 +443,8 @@ def command(
         file = ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"
         launcher += ["--config_file", file, "--mixed_precision", precision]
         launcher += ["--num_processes", processes, "--main_process_port", free_port()]
+    elif precision != "no":
+        launcher += ["--cpu", "--mixed_precision", precision]
     common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
     return [*map(str, [*launcher, ROOT / "templates" / f"{template}.py", *common, *args])]
 

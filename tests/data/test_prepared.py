@@ -177,8 +177,8 @@ for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
 
 def test_processes_do_not_outlive_a_run_that_is_killed():
     reading, writing = os.pipe()
-    with open(reading) as lines, open(writing, "w") as stdout:
-        run = LAUNCHER.start(("-c", OUTLIVED), stdout, stdout)
+    with open(reading) as lines, open(writing, "w") as stdout, open(os.devnull, "w") as unread:
+        run = LAUNCHER.start(("-c", OUTLIVED), stdout, unread)
         workers = [psutil.Process(number) for number in {int(lines.readline()) for _ in range(3)}]
         run.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(workers, 20)

@@ -231,13 +231,11 @@ def test_a_pipeline_finds_the_spans_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["--freeze_backbone", slow("decoder")])
-def test_a_frozen_backbone_and_a_decoder(base, tiny_model, tmp_path, monkeypatch, capsys, how):
-    """Of a decoder's words all tokens are learned, unless a flag says otherwise. A picture that fails ends no run."""
-    monkeypatch.setattr("shared.extras.tagging.score.draw_confusion_matrix", lambda *_: 1 / 0)
+def test_a_frozen_backbone_and_a_decoder(base, tiny_model, tmp_path, how):
+    """Of a decoder's words all tokens are learned, unless a flag says otherwise."""
     given = (how,) if how != "decoder" else ("--model_name_or_path", tiny_model)
     done = learn(tmp_path / "run", *base, *HERE, "--per_device_train_batch_size", 8, *given)
     assert done.last("eval_loss") < done.each("eval_loss")[0] and (done.folder / "predictions.csv").exists()
-    assert "the evaluation's picture cannot be drawn (division by zero)" in " ".join(capsys.readouterr().err.split())
     assert ("all tokens" if how == "decoder" else "the first token") + " of each word" in done.summary
     if how != "decoder":
         before = AutoModelForTokenClassification.from_pretrained(base[base.index("--model_name_or_path") + 1]).state_dict()

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shared.parallel import sharding
 from shared.run import profiling
 from shared.run.tensors import read_tensors
-from tests.conftest import run, slow
+from tests.conftest import learn_here, run, slow
 
 
 @pytest.fixture(params=[slow("pretrain"), "lora_finetune", slow("image_classification")])
@@ -52,6 +53,16 @@ def test_final_holds_the_average_of_the_best_evaluation_also_after_a_kill(small,
             torch.testing.assert_close(final[short], value, rtol=0, atol=0)
         card = (tmp_path / folder / "final" / "README.md").read_text()
         assert f"| step | {best} |" in card
+
+
+def test_ranks_draw_other_dropout(text_file, tiny_model, tmp_path, monkeypatch):
+    losses = []
+    for rank in (0, 1, 1):
+        monkeypatch.setattr(sharding, "draws_rank", lambda _, rank=rank: rank)
+        flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--lora_dropout", 0.5)
+        folder = tmp_path / f"run{len(losses)}"
+        losses.append(learn_here("lora_finetune", folder, *flags, "--max_steps", 3, "--learning_rate", 0.01).each("loss"))
+    assert losses[0] != losses[1] == losses[2] and len(losses[0]) > 1
 
 
 @pytest.mark.slow
