@@ -27,7 +27,7 @@ FOLDERS = {
     "models": 22_500,
     "parallel": 3_700,
     "process": 3_700,
-    "rollouts": 4_800,
+    "rollouts": 4_900,
     "run": 19_400,
     "text": 21_000,
     "training": 3_200,
@@ -37,7 +37,7 @@ TEMPLATES = {
     "distill": 91_300,
     "dpo": 86_600,
     "full_finetune": 78_500,
-    "grpo": 86_200,
+    "grpo": 86_300,
     "image_classification": 64_200,
     "lora_finetune": 81_900,
     "pretrain": 70_700,
@@ -73,7 +73,7 @@ EXTRAS = {
     "turns": 1_400,
     "vision": 6_200,
 }
-CORE = 117_300
+CORE = 117_400
 LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

@@ -15,6 +15,7 @@ from shared.data import prepared
 from shared.data.notes import Notes
 from shared.data.records import Source, kind, not_used
 from shared.data.store import Encoded
+from shared.demo import DEFAULT_TEMPLATE
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.rollouts.options import PromptConfig
@@ -159,7 +160,10 @@ def read_prompts(
         kind = image_samples(config, tokenizer, ToImagePrompts)
     train, held_out = chat.open_samples(config.data, tokenizer, kind)
     ids, _, columns = train.prompt(0)
-    note("first prompt:", *indented(str(tokenizer.decode(ids))))
+    # it may be of a model that never learned it
+    is_default = str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
+    how = " (messages get the default chat template, texts stand as they are)" * is_default
+    note(f"first prompt{how}:", *indented(str(tokenizer.decode(ids))))
     note(f"the reward function also gets: {', '.join(columns) or 'nothing'}")
     return train, held_out
 
