@@ -112,12 +112,12 @@ from shared.evaluation.kinds import SampleLosses
 from shared.evaluation.loaders import labelled_loaders
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
-from shared.images.processor import ToModel, image_processor, size_of, timm_settings
+from shared.images.processor import ToModel, processor_of, timm_settings
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import set_gradient_checkpointing
 from shared.models.classifier import make_shardable, measure_on_device
-from shared.models.hub import attention_option, from_hub, override
+from shared.models.hub import attention_option, from_hub
 from shared.models.image_classifier import with_image_size
 from shared.models.pooled_head import PooledHead
 from shared.models.resolution import at_resolution
@@ -136,21 +136,8 @@ def with_defaults(config: Config) -> Config:
         values |= {"metric_for_best_model": "map", "label_smoothing": 0.0}
     if config.data.is_demo:
         values |= DIGITS if config.model_name_or_path else DIGITS | OF_SMALL_RESNET
-    elif not config.model_name_or_path:
-        values["image_size"] = size_of(architecture(config))
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
-
-
-def architecture(config: Config) -> Any:
-    """Of a model that begins with random weights."""
-    made: Any = ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
-    )
-    if config.config_name:
-        made = from_hub(AutoConfig, config.config_name)
-    override(made, config.config_overrides)
-    return made
 
 
 def build_loaders(
@@ -195,8 +182,13 @@ def build_model(
         if config.freeze_backbone:
             image_classifier.freeze_backbone(model)
         return model, classes
-    made = with_image_size(architecture(config), image_size)
-    model = image_classifier.from_scratch(made, classes, **options)
+    architecture: Any = ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
+    )
+    if config.config_name:
+        architecture = from_hub(AutoConfig, config.config_name)
+    architecture = with_image_size(architecture, config.config_overrides, image_size)
+    model = image_classifier.from_scratch(architecture, classes, **options)
     return at_resolution(model, image_size), classes
 
 
@@ -270,7 +262,7 @@ def main(config: Config) -> None:
     setup = Setup(config, "image_classification", unit="images", demo=DEMO)
     data = images.prepare(config.data)
     setup.describe_data(data.train, data.validation)  # data.json; with --preprocess_only, the end
-    processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
+    processor = processor_of(config)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
     data = data.numbered_as(classes)

@@ -30,6 +30,12 @@ def size_of(config: Any) -> int:
     return size[-1] if isinstance(size, list | tuple) else size
 
 
+def processor_of(config: Any) -> Any:
+    """The processor for a template's config."""
+    name = config.model_name_or_path or config.config_name
+    return image_processor(name, config.image_size, config.crop_pct)
+
+
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
     """The processor of evaluation and of final/: resize the short side, crop the centre, normalise.
 

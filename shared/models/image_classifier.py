@@ -17,7 +17,7 @@ from transformers import (
 from shared.models import pooled_head
 from shared.models.blocks import heads
 from shared.models.classifier import load_classifier, name_classes
-from shared.models.hub import from_architecture, from_hub
+from shared.models.hub import from_architecture, from_hub, override
 from shared.models.resolution import at_resolution
 from shared.process.errors import ConfigError
 from shared.process.printing import note
@@ -70,11 +70,14 @@ def from_scratch(config: Any, classes: tuple[str, ...], **options: Any) -> Any:
     )
 
 
-def with_image_size(config: Any, size: int) -> Any:
-    """An architecture for images of `size` pixels."""
+def with_image_size(config: Any, overrides: str | None, size: int) -> Any:
+    """An architecture for images of `size` pixels, with changes such as depths=[2,2,2,2]."""
+    if "image_size=" in (overrides or ""):
+        raise ConfigError("give --image_size in place of --config_overrides image_size")
     if hasattr(config, "image_size"):
         is_pair = isinstance(config.image_size, list | tuple)
         config.image_size = [size] * 2 if is_pair else size
+    override(config, overrides)
     return config
 
 

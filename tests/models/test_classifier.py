@@ -27,7 +27,7 @@ from shared.config.options import BatchConfig
 from shared.data.order import IGNORED
 from shared.images.augment import draw_mix, mix, training_rows
 from shared.images.decoding import decode, decode_tensor
-from shared.images.options import ImageConfig, RecipeConfig
+from shared.images.options import RecipeConfig
 from shared.images.processor import ToModel, image_processor
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
@@ -35,7 +35,6 @@ from shared.models.blocks import heads
 from shared.models.image_classifier import from_scratch, load_pretrained
 from shared.models.resolution import at_resolution, resample
 from shared.process.errors import ConfigError
-from tests.conftest import load_template
 from tests.small_models import of_images
 
 CLASSES = ("ant", "bee", "cow")
@@ -280,11 +279,8 @@ def test_what_a_processor_does_and_ours_does_not_is_a_warning_and_so_is_having_n
     assert f"warning: {tmp_path}/none has no image processor" in " ".join(capsys.readouterr().err.split())
     ViTConfig(image_size=48, patch_size=8).save_pretrained(tmp_path / "none")  # its positions are for that size
     assert settings_of(image_processor(str(tmp_path / "none"), None, None))[1] == 48
-    template = load_template("image_classification")
-    data = ImageConfig(train_dir=(tmp_path,))
-    for flags, size in (({}, 48), ({"config_overrides": "image_size=32"}, 32), ({"image_size": 64}, 64)):
-        config = template.Config(data=data, config_name=str(tmp_path / "none"), **flags)
-        assert template.with_defaults(config).image_size == size
+    with pytest.raises(ConfigError, match="give --image_size"):
+        image_classifier.with_image_size(ViTConfig(), "image_size=32", 224)
 
 
 def test_a_timm_models_own_settings_are_taken(tmp_path):

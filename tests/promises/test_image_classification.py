@@ -75,13 +75,13 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
     from shared.data.order import seed_all
     from shared.images import files as images
     from shared.images.decoding import decode
-    from shared.images.processor import image_processor
+    from shared.images.processor import processor_of
     from shared.run import launch
 
     template = load_template("image_classification")
     flags = ["--train_dir", str(image_folder), "--image_size", "24", "--global_batch_size", "4"]
     settings = template.with_defaults(configs.parse(template.Config, flags))
-    found, processor = images.prepare(settings.data), image_processor(None, 24, None)
+    found, processor = images.prepare(settings.data), processor_of(settings)
     run = SimpleNamespace(config=settings, accelerator=launch.start(0), about={}, set_defaults=lambda *_, **__: settings)
     loader, _ = template.build_loaders(run, found, processor, torch.nn.Identity())
     crop = v2.RandomResizedCrop(24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
