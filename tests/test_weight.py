@@ -53,7 +53,7 @@ EXTRAS = {
     "distillation": 3_500,
     "engines": 2_100,
     "experts": 2_500,
-    "masked": 1_300,
+    "masked": 1_400,
     "mirror": 3_800,
     "mixture": 1_100,
     "optimizers": 1_800,

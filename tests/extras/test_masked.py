@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import DistributedType
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 from transformers import (
@@ -21,9 +22,12 @@ from transformers import (
 
 from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
+from shared.extras.masked import masking
 from shared.extras.masked.masking import MaskedRows, Masking, mask
 from shared.models.attention import forward_rows
 from shared.models.isolation import isolate_documents
+from shared.models.options import ModelConfig
+from shared.process.errors import ConfigError
 from shared.text import pretraining
 from tests.conftest import WORDS, continued, learn_here, refusal, run, slow, write_lines
 from tests.plain_loop import losses_of
@@ -199,6 +203,18 @@ def test_encoders_are_sharded_and_learn_the_same(one_process, flags, tmp_path, p
     assert_same_learning(one, other, atol=None, keys=("eval_loss",))
     bert = run("pretrain", tmp_path / "bert", *flags, "--audit_data", processes=processes, config=config)
     assert_same_learning(one_process, bert, atol=None, keys=("eval_loss",), but="key.bias")
+
+
+def test_what_is_tied_beside_the_embeddings_is_not_sharded(bert, monkeypatch):
+    model = BertForMaskedLM.from_pretrained(bert)
+    first, second, *_ = model.bert.encoder.layer
+    first.output.dense.weight = second.output.dense.weight
+    monkeypatch.setattr(masking, "from_hub", lambda *_, **__: (model, {"missing_keys": ()}))
+    monkeypatch.setattr(masking, "use_launch_precision", lambda _: None)
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr(masking, "AcceleratorState", lambda: sharded)
+    with pytest.raises(ConfigError, match="BertForMaskedLM ties more than its embeddings"):
+        masking.build_masked_lm(ModelConfig(model_name_or_path=str(bert)), AutoTokenizer.from_pretrained(bert), LENGTH, None)
 
 
 def modernbert():

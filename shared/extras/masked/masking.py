@@ -2,6 +2,7 @@
 2412.13663): masked rows of a corpus, and the model that learns them.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -163,11 +164,20 @@ def build_masked_lm(config: ModelConfig, tokenizer: Any, seq_length: int, attent
     require_tokens_fit(model, tokenizer, seq_length)
     use_launch_precision(model)
     head = model.get_output_embeddings()
+    bias = getattr(head, "bias", None)
     # BERT's head has its bias by two names, which FSDP refuses
     for module in model.modules():
-        if module is not head and module._parameters.get("bias") is head.bias is not None:
+        if module is not head and module._parameters.get("bias") is bias is not None:
             del module.bias
     if AcceleratorState().distributed_type == DistributedType.FSDP:
+        places = Counter(
+            p for module in model.modules() for p in module._parameters.values() if p is not None
+        )
+        if {p for p, count in places.items() if count > 1} - {head.weight}:
+            raise ConfigError(
+                f"{type(model).__name__} ties more than its embeddings, which FSDP cannot shard: "
+                "use ddp.yaml"
+            )
         # Accelerate shards the embeddings with the head, not as a block
         inside = [m for m in model.modules() if model.get_input_embeddings() in m.children()]
         model._no_split_modules = sorted(
